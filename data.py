@@ -1,0 +1,194 @@
+"""
+Text in, rows of bytes out. A corpus is one flat array of uint8 and the offsets at which its documents start:
+
+    docs       the English documentation inside the installed Python, NumPy and PyTorch: no download
+    any path   a file, a folder or a glob; bytes are taken as they are, whatever their encoding
+    fineweb    (its place is `load`, below)
+
+A row starts with SEPARATOR (id 256), which no text can contain, and goes on with T-1 bytes; where one document ends
+and the next begins, another SEPARATOR stands between them. Position i predicts id i+1. A separator is never a target.
+"""
+import ast
+import glob
+import hashlib
+import importlib.util
+import os
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model import NO_TARGET, SEPARATOR
+
+VAL_SHARE = 0.05          # of the documents, or of the bytes where there are few documents
+FEW_DOCUMENTS = 20
+
+
+def fail(message):
+    """End with one line for the user: `error: what, where, what to do`, exit code 2."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# corpora
+
+class Corpus:
+    """Documents laid end to end: data (n,) uint8, and starts, the offset of each document's first byte.
+
+    Its stream is the documents with one SEPARATOR between neighbours, len(corpus) = n + documents - 1 ids.
+    """
+
+    def __init__(self, data, starts=(0,), name="text"):
+        self.data, self.name = data, name
+        self.starts = np.asarray(starts, dtype=np.int64)
+        self.ends = np.append(self.starts[1:], len(data))
+        self.shifted = self.starts + np.arange(len(self.starts))   # where documents start in the stream
+
+    def __len__(self):
+        return len(self.data) + len(self.starts) - 1
+
+    def read(self, pos):
+        """Ids (int64, 0..256) at positions `pos` (any shape) of the stream."""
+        doc = np.searchsorted(self.shifted, pos, side="right") - 1
+        i = pos - doc                                               # `doc` separators stand before this byte
+        byte = self.data[np.minimum(i, len(self.data) - 1)].astype(np.int64)
+        return np.where(i == self.ends[doc], SEPARATOR, byte)
+
+    def window(self, first, T):
+        """Rows that start at stream positions `first` (B,) -> x, y (B,T) int64 tensors; past the end there is no target."""
+        pos = np.asarray(first)[:, None] + np.arange(T)             # (B, T)
+        inside = pos < len(self)
+        ids = self.read(np.minimum(pos, len(self) - 1))
+        y = np.where(inside & (ids != SEPARATOR), ids, NO_TARGET)
+        x = np.concatenate([np.full((len(pos), 1), SEPARATOR), ids[:, :-1]], 1)
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def load(data, data_dir="data"):
+    """Settings -> (train, val) corpora. Raises SystemExit(2) with a line on anything that cannot be read."""
+    if data == "fineweb":
+        fail("fineweb: this version has no FineWeb reader; use --data docs, or --data PATH for your own text")
+    if data == "docs":
+        name = f"docs-py{sys.version_info[0]}.{sys.version_info[1]}-np{np.__version__}-torch{torch.__version__}"
+        return packed(Path(data_dir) / name.replace("+", "-"), docstrings)
+    files = expand(data)
+    try:
+        if len(files) == 1:   # read where it lies
+            raw = np.memmap(files[0], dtype=np.uint8, mode="r")
+            return split(raw, np.zeros(1, np.int64), cut=None, name=data)
+        key = hashlib.sha256(repr([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode()).hexdigest()
+        return packed(Path(data_dir) / f"packed-{key[:16]}", lambda: files, data)
+    except OSError as e:
+        fail(f"cannot read {e.filename or data}: {e.strerror or e}")
+
+
+def expand(data):
+    """A file, folder or glob -> its non-empty files, sorted. Hidden files and folders are left out."""
+    if os.path.isdir(data):
+        found = [Path(root) / f for root, dirs, names in os.walk(data, onerror=lambda e: fail(f"cannot read {e.filename}: {e.strerror}"))
+                 for f in names if not any(part.startswith(".") for part in (Path(root) / f).relative_to(data).parts)]
+    else:
+        found = [Path(data)] if os.path.isfile(data) else [Path(f) for f in glob.glob(data, recursive=True) if os.path.isfile(f)]
+    if not found:
+        fail(f"no such file, folder or glob: {data}; give --data a path that exists, or docs")
+    files = sorted(f for f in found if f.stat().st_size)
+    if not files:
+        fail(f"nothing but empty files: {data}; give --data a path with text in it")
+    return files
+
+
+def packed(path, documents, name="docs"):
+    """Documents (bytes or files) packed once into path.bin (bytes) and path.npz (starts, cut), then memory-mapped.
+
+    Many documents are ordered by their hash, which shuffles them; the last VAL_SHARE of the hashes are held out.
+    Few keep their order. Files are written under another name and renamed, the index last, so a half cache is no cache.
+    """
+    index = path.with_suffix(path.suffix + ".npz")
+    flat = path.with_suffix(path.suffix + ".bin")
+    if not index.exists() or not flat.exists():
+        read = lambda d: d if isinstance(d, bytes) else d.read_bytes()
+        docs = list(documents())
+        cut = None
+        if len(docs) >= FEW_DOCUMENTS:
+            keyed = sorted((hashlib.sha256(read(d)).digest(), i) for i, d in enumerate(docs))
+            docs = [docs[i] for _, i in keyed]
+            cut = sum(h[0] / 256 < 1 - VAL_SHARE for h, _ in keyed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        starts, n = [], 0
+        tmp = f"{flat}.{os.getpid()}.tmp"
+        with open(tmp, "wb") as f:
+            for d in docs:
+                starts.append(n)
+                n += f.write(read(d))
+        os.replace(tmp, flat)
+        with open(tmp, "wb") as f:
+            np.savez(f, starts=np.array(starts, np.int64), cut=-1 if cut is None else cut)
+        os.replace(tmp, index)
+    with np.load(index) as z:
+        starts, cut = z["starts"], int(z["cut"])
+    return split(np.memmap(flat, dtype=np.uint8, mode="r"), starts, None if cut < 0 else cut, name)
+
+
+def split(data, starts, cut, name):
+    """(train, val): val is the documents from number `cut` on, or without a cut the last VAL_SHARE of the bytes."""
+    at = int(starts[cut]) if cut is not None else len(data) - max(1, int(VAL_SHARE * len(data)))
+    before, after = starts[starts < at], starts[starts > at] - at
+    return Corpus(data[:at], before, name), Corpus(data[at:], np.append(0, after), name)
+
+
+def docstrings():
+    """Every docstring of the standard library, NumPy and PyTorch, without repeats (about 8 MB)."""
+    roots = [sysconfig.get_path("stdlib")] + [os.path.dirname(importlib.util.find_spec(m).origin) for m in ("numpy", "torch")]
+    found = set()
+    for root in roots:
+        files = sorted(Path(root).rglob("*.py"))
+        files = [f for f in files if "site-packages" not in f.relative_to(root).parts]
+        for k, f in enumerate(files):
+            if k % 100 == 0:
+                print(f"\rdocs: reading docstrings of {os.path.basename(root)}, file {k} of {len(files)}  ", end="", flush=True)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    tree = ast.parse(f.read_bytes())
+            except (SyntaxError, ValueError, OSError):
+                continue   # the standard library ships some files that are wrong on purpose
+            for node in ast.walk(tree):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                    found.add(ast.get_docstring(node) or "")
+    print(f"\rdocs: {len(found)} docstrings" + " " * 40)
+    return sorted(d.encode("utf-8", "replace") for d in found if d)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the training stream
+
+class Loader:
+    """An endless, shuffled stream of rows, numbered 0, 1, 2, ...: row r is a function of (corpus, T, seed, r) alone.
+
+    Each epoch cuts the corpus into windows of T from a random offset and visits all of them in random order. To resume,
+    remember the next row's number; ranks stay disjoint by taking different numbers.
+    """
+
+    def __init__(self, corpus, T, seed):
+        if len(corpus) < T:
+            fail(f"text too short: {corpus.name} has {len(corpus)} bytes to train on, one row takes {T}; "
+                 f"give more text or --row_bytes {max(1, len(corpus))} or less")
+        self.corpus, self.T, self.seed = corpus, T, seed
+        self.n = max(1, len(corpus) // T - 1)                        # windows an epoch; one less leaves room for the offset
+        self.epoch = -1
+
+    def rows(self, first, count):
+        """Rows first .. first+count-1 -> x, y (count, T) int64."""
+        starts = []
+        for r in range(first, first + count):
+            epoch, k = divmod(r, self.n)
+            if epoch != self.epoch:
+                rng = np.random.default_rng((self.seed, epoch))
+                self.order, self.epoch = rng.permutation(self.n), epoch
+                self.offset = rng.integers(len(self.corpus) - self.n * self.T + 1)
+            starts.append(self.offset + self.order[k] * self.T)
+        return self.corpus.window(starts, self.T)

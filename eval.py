@@ -1,0 +1,290 @@
+"""
+Look at a trained model and score it.
+
+    python eval.py bpb CKPT --data PATH                 bits per byte of a file, folder or glob, late and early
+    python eval.py boundaries CKPT --text "some text"   where it cuts; --html FILE draws a heat map, --json FILE lists p
+    python eval.py sample CKPT --prompt "Once" --bytes 300
+
+CKPT is a run's folder or its ckpt.pt. Boundaries are greedy (p >= 1/2) unless said otherwise. Text longer than the
+model's row is read row by row, each without memory of the one before; scoring is in fp32 whatever the training used.
+"""
+import argparse
+import codecs
+import html
+import json
+import math
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data import Corpus, expand, fail, load
+from model import NO_TARGET, SEPARATOR, ByteLM, ModelConfig, all_sum, nll
+
+WHITESPACE = torch.zeros(257, dtype=torch.bool)
+WHITESPACE[[9, 10, 11, 12, 13, 32]] = True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# checkpoints
+
+def read_checkpoint(path):
+    """A run's folder or a checkpoint file -> dict of tensors and plain values. SystemExit(2) where it cannot be read."""
+    path = Path(path)
+    path = path / "ckpt.pt" if path.is_dir() else path
+    if not path.exists():
+        fail(f"no checkpoint: {path}; train one with: python train.py")
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)   # never runs code from the file
+        return {k: ckpt[k] for k in ("model", "optimizer", "step", "row", "config")}
+    except Exception as e:   # a broken file can break torch.load in many ways; all of them mean the same here
+        fail(f"not a readable checkpoint: {path} ({type(e).__name__}); it may be cut short or from another program")
+
+
+def load_weights(model, weights, path):
+    """Copy weights into model; SystemExit(2) when they belong to another shape of model."""
+    mine = model.state_dict()
+    bad = [f"{k} {tuple(weights[k].shape) if k in weights else 'missing'}, here {tuple(mine[k].shape) if k in mine else 'missing'}"
+           for k in sorted(mine.keys() | weights.keys())
+           if k not in mine or k not in weights or mine[k].shape != weights[k].shape]
+    if bad:
+        fail(f"{path} holds another shape of model: {bad[0]} ({len(bad)} differ); use the settings it was trained with")
+    model.load_state_dict(weights)
+
+
+def load_model(path, device):
+    """-> model in evaluation mode, its whole config (dict)."""
+    ckpt = read_checkpoint(path)
+    known = {f.name for f in fields(ModelConfig)}
+    model = ByteLM(ModelConfig(**{k: v for k, v in ckpt["config"].items() if k in known}))
+    load_weights(model, ckpt["model"], path)
+    return model.eval().to(device), ckpt["config"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bits per byte and where boundaries fall
+
+@torch.no_grad()
+def evaluate(model, corpus, T, batch_rows=32, max_rows=0, rank=0, world=1):
+    """Bits per byte and boundary statistics over a whole corpus (or its first max_rows rows of T), on all ranks.
+
+    Sums over bytes, divided once, so that batch size, padding and ranks do not matter. A word-end is a whitespace byte
+    after a byte that is not; a boundary is inside a character when a UTF-8 continuation byte follows it.
+    """
+    device = next(model.parameters()).device
+    n = math.ceil(len(corpus) / T)
+    first = np.arange(min(n, max_rows or n)) * T
+    first = first[rank::world]
+    total = torch.zeros(11, dtype=torch.float64)
+    noise = torch.rand(T, generator=torch.Generator().manual_seed(0))
+    for i in range(0, len(first), batch_rows):
+        x, y = corpus.window(first[i:i + batch_rows], T)
+        out = model(x.to(device))
+        late, early = nll(out["logits"], y.to(device)).sum(), nll(out["early_logits"], y.to(device)).sum()
+        a = out["a"].cpu()
+        u = (noise + 0.618034 * torch.from_numpy(first[i:i + batch_rows] // T)[:, None]) % 1   # the row's own, always the same
+        sampled = model.policy.sample(out["v"], u.float().to(device)).cpu()
+        byte = (x != SEPARATOR) & (y != NO_TARGET).flip(1).cumsum(1).flip(1).bool()   # text, not padding
+        byte[:, 0] = False                                                            # its boundary is forced
+        word_end = byte & WHITESPACE[x] & ~WHITESPACE[x.roll(1, 1)] & (x.roll(1, 1) != SEPARATOR)
+        inside = byte & (y >= 128) & (y < 192)
+        other = byte & ~word_end
+        counts = [(y != NO_TARGET), byte, a & byte, sampled & byte, word_end, a & word_end, other, a & other, a & inside]
+        total += torch.stack([late.cpu().double(), early.cpu().double()] + [c.sum().double() for c in counts])
+    late, early, targets, n_byte, greedy, drawn, ends, end_hits, others, other_hits, inside = all_sum(total).tolist()
+    share = lambda a, b: a / b if b else float("nan")
+    return dict(bpb=share(late, targets) / math.log(2), early_bpb=share(early, targets) / math.log(2), bytes=int(targets),
+                greedy_rate=share(greedy, n_byte), sampled_rate=share(drawn, n_byte), word_end=share(end_hits, ends),
+                other=share(other_hits, others), inside_char=share(inside, greedy))
+
+
+@torch.no_grad()
+def boundaries(model, text, T, batch_rows=32):
+    """p (n,) float and a (n,) bool, the greedy boundary, for each of n bytes of text, in rows of T-1 bytes."""
+    corpus = Corpus(np.frombuffer(text, dtype=np.uint8))
+    device = next(model.parameters()).device
+    p, a = [], []
+    first = np.arange(0, len(text), T - 1)
+    for i in range(0, len(first), batch_rows):
+        x, _ = corpus.window(first[i:i + batch_rows], T)
+        out = model(x.to(device))
+        p.append(out["p"][:, 1:].flatten().cpu())
+        a.append(out["a"][:, 1:].flatten().cpu())
+    return torch.cat(p)[:len(text)], torch.cat(a)[:len(text)]
+
+
+def characters(text):
+    """Bytes -> [(what to show, number of bytes)], one entry a character; bytes that are no UTF-8 show as \\xNN."""
+    shown = text.decode("utf-8", "surrogateescape")
+    return [(f"\\x{ord(c) - 0xDC00:02x}", 1) if "\udc80" <= c <= "\udcff" else (c, len(c.encode())) for c in shown]
+
+
+def cut(text, a, one_line=False):
+    """Text with `|` after each character in which a boundary falls. text bytes, a (n,) bool -> str."""
+    out, i = [], 0
+    for c, n in characters(text):
+        if one_line:
+            c = {"\n": "\u23ce", "\t": "\u2192", "\r": "\u240d"}.get(c, c)
+        out.append(c + ("|" if any(a[i:i + n]) else ""))
+        i += n
+    return "".join(out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# heat map
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Boundaries: {title}</title>
+<style>
+:root {{ color-scheme: light dark; --ink: #1b1b1f; --paper: #ffffff; --faint: #6b6b76; --cut: #b00040; --heat: 255, 140, 0; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: #ececf1; --paper: #17171b; --faint: #9a9aa6; --cut: #ff6f9c; --heat: 235, 120, 0; }} }}
+body {{ font: 16px/1.9 ui-monospace, Menlo, Consolas, monospace; color: var(--ink); background: var(--paper); max-width: 60em; margin: 2em auto; padding: 0 1em; }}
+h1 {{ font-size: 1.2em; }} p, table {{ font-size: 0.85em; color: var(--faint); }} td {{ padding-right: 2em; }}
+#text {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+#text span {{ padding: 0.15em 0; }} .b {{ border-right: 2px solid var(--cut); }} .w {{ color: var(--faint); }}
+{levels}
+</style></head><body><h1>Boundaries: {title}</h1>
+<p>The darker a character, the likelier a boundary after it: {legend} A line on its right is a boundary that was chosen. Hover for numbers.</p>
+<table>{rows}</table><p></p>
+<div id="text">{body}</div></body></html>
+"""
+
+
+def heat_map(text, p, a, title, table):
+    """A self-contained HTML page: every character shaded by its boundary probability, chosen boundaries as lines."""
+    body, i = [], 0
+    for c, n in characters(text):
+        here, chosen = p[i:i + n], any(a[i:i + n])
+        level = round(10 * max(here))
+        shown = {" ": "\u00b7", "\n": "\u23ce", "\t": "\u2192", "\r": "\u240d"}.get(c, c if c.isprintable() else repr(c)[1:-1])
+        kind = f"h{level}" + (" b" if chosen else "") + (" w" if c.isspace() else "")
+        note = f"byte {i}: p = " + " ".join(f"{q:.3f}" for q in here)
+        body.append(f'<span class="{kind}" title="{note}">{html.escape(shown)}</span>' + ("\n" if c == "\n" else ""))
+        i += n
+    levels = "\n".join(f".h{k} {{ background: rgba(var(--heat), {0.07 * k:.2f}); }}" for k in range(11))
+    legend = "".join(f'<span class="h{k}">&nbsp;{k / 10:g}&nbsp;</span>' for k in range(0, 11, 2))
+    rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(v)}</td></tr>" for k, v in table)
+    return PAGE.format(title=html.escape(title), levels=levels, legend=legend, rows=rows, body="".join(body))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# commands
+
+def table(header, rows):
+    """Print a table that can be pasted as Markdown."""
+    cells = [header] + rows
+    width = [max(len(r[k]) for r in cells) for k in range(len(header))]
+    line = lambda r: "| " + " | ".join(c.ljust(w) for c, w in zip(r, width)) + " |"
+    print("\n".join([line(header), "|" + "|".join("-" * (w + 2) for w in width) + "|"] + [line(r) for r in rows]))
+
+
+def boundary_table(text, a):
+    """Statistics of the boundaries a (n,) of text, as rows (name, value)."""
+    byte = np.frombuffer(text, dtype=np.uint8)
+    white = WHITESPACE.numpy()[byte]
+    end = white & np.append(False, ~white[:-1])
+    inside = np.append((byte[1:] >= 128) & (byte[1:] < 192), False)
+    share = lambda hit, of: f"{hit.sum() / of.sum():.3f} ({hit.sum()} of {of.sum()})" if of.sum() else "none there"
+    return [("bytes per chunk", f"{len(byte) / max(1, a.sum()):.2f} ({len(byte)} bytes, {a.sum()} boundaries)"),
+            ("word-end bytes with a boundary", share(a & end, end)), ("all other bytes with a boundary", share(a & ~end, ~end)),
+            ("boundaries inside a UTF-8 character", share(a & inside, a))]
+
+
+def write_text(path, content):
+    try:
+        Path(path).write_text(content, encoding="utf-8")
+        print(f"wrote {path}")
+    except OSError as e:
+        fail(f"cannot write {path}: {e.strerror}")
+
+
+def command_bpb(args, model, config):
+    T = config["row_bytes"]
+    files = expand(args.data) if args.data not in ("docs", "fineweb") else None
+    if files is None:
+        corpus = load(args.data)[1]   # the held-out part
+    else:
+        data = [np.memmap(f, dtype=np.uint8, mode="r") for f in files]
+        starts = np.cumsum([0] + [len(d) for d in data[:-1]])
+        corpus = Corpus(data[0] if len(data) == 1 else np.concatenate(data), starts, args.data)
+    r = evaluate(model, corpus, T, args.batch_rows)
+    table(["text", "bytes", "bits per byte", "early exit", "greedy rate", "sampled rate"],
+          [[args.data, str(r["bytes"]), f"{r['bpb']:.4f}", f"{r['early_bpb']:.4f}", f"{r['greedy_rate']:.3f}", f"{r['sampled_rate']:.3f}"]])
+
+
+def command_boundaries(args, model, config):
+    if args.file is not None:
+        try:
+            text = Path(args.file).read_bytes()
+        except OSError as e:
+            fail(f"cannot read {args.file}: {e.strerror}")
+    else:
+        text = args.text.encode("utf-8", "surrogateescape")
+    if not text:
+        fail("no text: give --text or --file something with at least one byte")
+    p, a = boundaries(model, text, config["row_bytes"])
+    p, a = p.tolist(), a.numpy()
+    print(cut(text, a.tolist()))
+    rows = boundary_table(text, a)
+    table(["boundaries", "share"], [list(r) for r in rows])
+    if args.html:
+        write_text(args.html, heat_map(text, p, a.tolist(), args.file or "text", rows))
+    if args.json:
+        write_text(args.json, json.dumps(dict(bytes=len(text), p=[round(q, 6) for q in p], boundary=a.astype(int).tolist())))
+
+
+def command_sample(args, model, config):
+    prompt = args.prompt.encode("utf-8", "surrogateescape")
+    print(args.prompt, end="", flush=True)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")   # holds a half character back until it is whole
+    generator = torch.Generator().manual_seed(args.seed)
+    for byte in model.generate(prompt, args.bytes, config["row_bytes"], args.temperature, args.top_k, args.top_p, generator):
+        print(decoder.decode(bytes([byte])), end="", flush=True)
+    print(decoder.decode(b"", final=True))
+
+
+def main(argv=None):
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")   # an ASCII or piped terminal must not end a run
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.error = lambda message: fail(f"{message}; see python eval.py --help")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(name, run, text):
+        c = commands.add_parser(name, help=text, allow_abbrev=False)
+        c.error = parser.error
+        c.set_defaults(run=run)
+        c.add_argument("ckpt", help="a run's folder or its ckpt.pt")
+        c.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        return c
+
+    c = command("bpb", command_bpb, "bits per byte of a text")
+    c.add_argument("--data", default="docs", help="file, folder or glob, whole; or docs, its held-out part")
+    c.add_argument("--batch_rows", type=int, default=32)
+    c = command("boundaries", command_boundaries, "where the model cuts a text")
+    c.add_argument("--text", default="The quick brown fox jumps over the lazy dog, and nobody told it what a word is.")
+    c.add_argument("--file", help="read the text from here")
+    c.add_argument("--html", help="write a heat map of the probabilities here")
+    c.add_argument("--json", help="write the probabilities and boundaries here")
+    c = command("sample", command_sample, "let the model write")
+    c.add_argument("--prompt", default="The ")
+    c.add_argument("--bytes", type=int, default=300)
+    c.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest byte")
+    c.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest bytes only; 0 = all")
+    c.add_argument("--top_p", type=float, default=1.0, help="draw from the fewest bytes that hold this share")
+    c.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    for name, low, high in (("batch_rows", 1, math.inf), ("bytes", 0, math.inf), ("temperature", 0, math.inf),
+                            ("top_k", 0, math.inf), ("top_p", 1e-9, 1)):
+        value = getattr(args, name, low)
+        if not low <= value <= high:
+            fail(f"--{name} {value} is out of range; give {low:g} to {high:g}")
+    model, config = load_model(args.ckpt, args.device)
+    args.run(args, model, config)
+
+
+if __name__ == "__main__":
+    main()

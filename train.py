@@ -1,0 +1,392 @@
+"""
+Train a byte-level language model that learns its own tokens.
+
+    python train.py                                    a laptop: the tiny preset on documentation you already have
+    python train.py --data my_text.txt --max_steps 500     your own file, folder or glob
+    python train.py --resume                           go on where the newest run stopped
+    torchrun --nproc_per_node=8 train.py               eight GPUs: the 147m preset on FineWeb
+
+Every setting is a field of TrainConfig (or of ModelConfig, in model.py) and a flag of the same name. What a run writes
+is in out/<run>: ckpt.pt, config.json and log.jsonl, one JSON object a line.
+"""
+import argparse
+import difflib
+import glob
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from data import Loader, fail, load
+from eval import boundaries, cut, evaluate, load_weights, read_checkpoint
+from model import ByteLM, ModelConfig, all_sum, flops_per_byte, param_groups
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# settings and the command line
+
+@dataclass
+class TrainConfig(ModelConfig):
+    """The run's settings, on top of the model's. The comment behind each is its help text."""
+    preset: str = "auto"          # tiny, 20m, 40m, 90m or 147m; auto = 147m with CUDA, else tiny
+    data: str = "auto"            # docs, fineweb, or a file, folder or glob; auto = fineweb with CUDA, else docs
+    data_dir: str = "data"        # where prepared corpora are kept
+    out_dir: str = "out"          # where runs are kept
+    run: str = ""                 # this run's folder in out_dir; empty = named after preset and data
+    resume: bool = False          # go on with `run`, or with the newest run; its settings are kept unless given again
+    init_from: str = ""           # take weights (and the model's shape) from this checkpoint, then train on `data`
+    seed: int = 1                 # of weights, row order and boundary noise
+    device: str = "auto"          # cpu, cuda or mps; auto = cuda where there is one, else cpu
+    dtype: str = "auto"           # bf16 or fp32 matmuls; auto = bf16 where the hardware has it. Losses are always fp32
+    compile: str = "auto"         # on, off; auto = on for CUDA where a compiler works
+    row_bytes: int = 4096         # T, bytes a row
+    batch_rows: int = 128         # B, rows a step, over all ranks and micro-steps, twins included
+    accum_steps: int = 1          # micro-steps a step; batch-relative means are then over a micro-step
+    pairs: int = 0                # of these rows, how many pairs are twins: one text, two draws of boundaries
+    pair_steps: int = 1000000000  # steps after which there are no more twins
+    max_steps: int = 11444        # 0 = only evaluate and save
+    warmup_steps: int = 858       # steps of linear warm-up from a tenth of the peak; at most half the run
+    schedule: str = "cosine"      # cosine = down to 0 from the peak on; wsd = stay, then down to 0 over the last 40 %
+    lr: float = 1.5e-3            # peak learning rate of AdamW
+    gate_lr: float = 4.0          # the policy's learning rate, in units of lr
+    weight_decay: float = 0.1     # of matrices
+    beta1: float = 0.9            # AdamW's averages of the gradient
+    beta2: float = 0.95           # and of its square
+    grad_clip: float = 1.0        # largest gradient norm; 0 = no limit
+    log_every: int = 10           # steps between log lines
+    eval_every: int = 500         # steps between evaluations
+    eval_bytes: int = 1000000     # held-out bytes an evaluation reads at most
+    save_every: int = 500         # steps between checkpoints
+
+
+# paper, appendix: sizes, learning rates and warm-up; steps = its bytes / (rows * T)
+PRESETS = {
+    "tiny": dict(n_embd=96, n_head=3, n_enc=1, n_main=3, n_dec=1, window=32, row_bytes=256, batch_rows=32, max_steps=1000,
+                 warmup_steps=100, lr=2e-3, log_every=20, eval_every=200, eval_bytes=200000, save_every=200),
+    "20m": dict(n_embd=384, n_head=6, n_enc=2, n_main=6, n_dec=2, batch_rows=32, max_steps=6332, warmup_steps=473, lr=3e-3),
+    "40m": dict(n_embd=512, n_head=8, n_enc=4, n_main=6, n_dec=4, batch_rows=64, max_steps=5722, warmup_steps=420, lr=2.4e-3),
+    "90m": dict(n_embd=768, n_head=12, n_enc=4, n_main=6, n_dec=4, batch_rows=128, max_steps=6485, warmup_steps=477, lr=2e-3),
+    "147m": dict(),   # the defaults above
+}
+CHOICES = dict(preset=["auto", *PRESETS], dtype=["auto", "bf16", "fp32"], compile=["auto", "on", "off"], schedule=["cosine", "wsd"])
+
+
+def parse_flags(argv):
+    """Command line -> dict of the settings that were given. Unknown names end with the nearest known one."""
+    source = inspect.getsource(ModelConfig) + inspect.getsource(TrainConfig)
+    comment = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.+)$", source, re.M))
+    boolean = lambda text: {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+    boolean.__name__ = "true or false"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.error = lambda message: fail(f"{message.replace('argument ', '')}; see python train.py --help")
+    for f in fields(TrainConfig):
+        kind = dict(type=boolean, nargs="?", const=True) if f.type in (bool, "bool") else dict(type=type(f.default))
+        text = f"{comment[f.name]} (default {f.default})".replace("%", "%%")
+        parser.add_argument(f"--{f.name}", help=text, metavar=f.name.upper(), **kind)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].split("=")[0].lstrip("-")
+        near = difflib.get_close_matches(name, [f.name for f in fields(TrainConfig)], 1, 0.5)
+        fail(f"unknown setting {unknown[0]}" + (f"; did you mean --{near[0]}?" if near else "; see python train.py --help"))
+    return vars(given)
+
+
+def settings(argv):
+    """Command line -> TrainConfig, and the checkpoint it resumes or starts from (or None).
+
+    Later ones win: defaults, preset, the checkpoint's settings (--resume: all; --init_from: the model's), flags."""
+    given = parse_flags(argv)
+    ckpt = None
+    if given.get("resume"):
+        folder = os.path.join(given.get("out_dir", "out"), given.get("run", "*"), "ckpt.pt")
+        found = sorted(glob.glob(folder), key=os.path.getmtime)
+        if not found:
+            fail(f"nothing to resume: no {folder}; start a run without --resume")
+        ckpt = read_checkpoint(found[-1])
+        base = {k: v for k, v in ckpt["config"].items() if k in {f.name for f in fields(TrainConfig)}}
+        base["run"] = os.path.basename(os.path.dirname(found[-1]))
+    else:
+        preset = given.get("preset", "auto")
+        if preset == "auto":
+            preset = "147m" if torch.cuda.is_available() and given.get("device", "cuda") == "cuda" else "tiny"
+        if preset not in PRESETS:
+            fail(f"unknown preset {preset}; there are {', '.join(PRESETS)}")
+        base = dict(PRESETS[preset])
+        if given.get("init_from"):
+            ckpt = read_checkpoint(given["init_from"])
+            shape = {f.name for f in fields(ModelConfig)}
+            base |= {k: v for k, v in ckpt["config"].items() if k in shape or k == "row_bytes"}
+        given["preset"] = preset
+    cfg = TrainConfig(**(base | given))
+    if cfg.device == "auto":
+        cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if cfg.data == "auto":
+        cfg.data = "fineweb" if cfg.device == "cuda" else "docs"
+    if cfg.dtype == "auto":
+        fast = torch.cuda.is_bf16_supported() if cfg.device == "cuda" else (
+            cfg.device == "cpu" and getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+        cfg.dtype = "bf16" if fast else "fp32"
+    return cfg, ckpt
+
+
+def check(cfg, world):
+    """End with a line where settings cannot work together."""
+    for name, options in CHOICES.items():
+        if getattr(cfg, name) not in options:
+            fail(f"--{name} {getattr(cfg, name)}: choose one of {', '.join(options)}")
+    for name, low, high in (("n_embd", 2, 1e9), ("n_head", 1, 1e9), ("n_enc", 0, 1e9), ("n_main", 0, 1e9), ("n_dec", 0, 1e9),
+                            ("window", 1, 1e9), ("policy_window", 1, 12), ("gamma", 0, 1), ("lambda_early", 0, 1), ("row_bytes", 2, 1e9),
+                            ("batch_rows", 1, 1e9), ("accum_steps", 1, 1e9), ("pairs", 0, 1e9), ("max_steps", 0, 1e12), ("warmup_steps", 0, 1e12),
+                            ("log_every", 1, 1e12), ("eval_every", 1, 1e12), ("save_every", 1, 1e12), ("eval_bytes", 1, 1e15),
+                            ("lr", 0, 1e3), ("gate_lr", 0, 1e6), ("grad_clip", 0, 1e9), ("seed", 0, 2 ** 40)):
+        if not low <= getattr(cfg, name) <= high:
+            fail(f"--{name} {getattr(cfg, name)} is out of range; give {low:g} to {high:g}")
+    if not 0 < cfg.rate < 1:
+        fail(f"--rate {cfg.rate:g}: a target share of bytes with a boundary lies between 0 and 1; 0.2 is one in five")
+    if cfg.n_embd % cfg.n_head or cfg.n_embd // cfg.n_head % 2:
+        fail(f"--n_embd {cfg.n_embd} --n_head {cfg.n_head}: heads need an even width each; n_embd must be a multiple of {2 * cfg.n_head}")
+    parts = world * cfg.accum_steps
+    for name in ("batch_rows", "pairs"):
+        value = getattr(cfg, name)
+        if value % parts:
+            near = " or ".join(str(v) for v in (value - value % parts, value - value % parts + parts) if v or name == "pairs")
+            fail(f"--{name} {value} does not divide into {world} ranks x {cfg.accum_steps} micro-steps; the nearest that do: {near}")
+    if 2 * cfg.pairs > cfg.batch_rows:
+        fail(f"--pairs {cfg.pairs} takes {2 * cfg.pairs} rows, but there are --batch_rows {cfg.batch_rows}; at most {cfg.batch_rows // 2} pairs")
+    if cfg.batch_relative and (cfg.batch_rows - 2 * cfg.pairs) // cfg.accum_steps == 1:
+        fail("one row has no batch to be relative to: use more --batch_rows, fewer --accum_steps, or --batch_relative false")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# parts of the loop
+
+def learning_rate(cfg, step):
+    """Share of the peak at a step: a line up from 0.1, then the schedule."""
+    warmup = min(cfg.warmup_steps, cfg.max_steps // 2)
+    if step < warmup:
+        return 0.1 + 0.9 * step / warmup
+    if cfg.schedule == "cosine":
+        return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, cfg.max_steps - warmup))
+    return min(1.0, (cfg.max_steps - step) / (0.4 * cfg.max_steps))
+
+
+def compiler_works(device):
+    """Compile a trifle. Compilers fail in many ways (none installed, no triton, no headers); all mean: run eagerly."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
+        return True
+    except Exception as e:
+        print(f"no working compiler ({type(e).__name__}): running eagerly", flush=True)
+        return False
+
+
+def save(path, **content):
+    """Write a checkpoint beside its place, flush it to the disk, then rename: a kill leaves the old one or the new one."""
+    tmp = f"{path}.tmp"
+    with open(tmp, "wb") as f:
+        torch.save(content, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(tmp, path)
+
+
+def run_folder(cfg):
+    """A folder for a new run: the one asked for, or a fresh one named after preset and data."""
+    if cfg.run:
+        path = os.path.join(cfg.out_dir, cfg.run)
+        if os.path.exists(os.path.join(path, "ckpt.pt")) and not cfg.resume:
+            fail(f"{path} holds a run already; --resume goes on with it, another --run starts beside it")
+        return path
+    name = f"{cfg.preset}-{re.sub(r'[^A-Za-z0-9_-]+', '-', os.path.basename(os.path.normpath(cfg.data))).strip('-') or 'data'}"
+    taken = [n for n in ("", *(f"-{k}" for k in range(2, 10000))) if not os.path.exists(os.path.join(cfg.out_dir, name + n))]
+    cfg.run = name + taken[0]
+    return os.path.join(cfg.out_dir, cfg.run)
+
+
+def clock(seconds):
+    seconds = int(seconds)
+    return f"{seconds // 3600}h{seconds // 60 % 60:02d}m" if seconds >= 3600 else f"{seconds // 60}m{seconds % 60:02d}s"
+
+
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}   # dense bf16, per GPU
+
+
+def main(argv=None):
+    # ------------------------------------------------------------------------------------------- set-up
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cfg, ckpt = settings(argv)
+    check(cfg, world)
+    say = print if rank == 0 else lambda *args, **kwargs: None
+    device = torch.device(cfg.device)
+    if world > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    wait = dist.barrier if world > 1 else lambda: None
+
+    out = None
+    if rank == 0:
+        out = run_folder(cfg)
+        try:
+            os.makedirs(out, exist_ok=True)
+            with open(os.path.join(out, "config.json"), "w") as f:
+                json.dump(asdict(cfg), f, indent=1)
+        except OSError as e:
+            fail(f"cannot write to {out}: {e.strerror}; give --out_dir a folder that can be written")
+        say(f"{'no CUDA device: ' if not torch.cuda.is_available() else ''}preset {cfg.preset} on {cfg.data}, {device.type} x {world}, "
+            f"{cfg.dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads -> {out}", flush=True)
+
+    # ------------------------------------------------------------------------------------------- data
+    if rank:
+        wait()   # rank 0 prepares, the others find it done
+    train_text, val_text = load(cfg.data, cfg.data_dir)
+    if rank == 0:
+        wait()
+    loader = Loader(train_text, cfg.row_bytes, cfg.seed)
+    say(f"text: {len(train_text.data):,} bytes to train on, {len(val_text.data):,} held out; "
+        f"one epoch is {loader.n * cfg.row_bytes:,} bytes", flush=True)
+
+    # ------------------------------------------------------------------------------------------- model and optimiser
+    torch.manual_seed(cfg.seed)
+    model = ByteLM(cfg)
+    if ckpt:
+        load_weights(model, ckpt["model"], cfg.init_from or cfg.run)
+    model.to(device)
+    optimizer = torch.optim.AdamW(param_groups(model, cfg.lr, cfg.gate_lr, cfg.weight_decay), lr=cfg.lr,
+                                  betas=(cfg.beta1, cfg.beta2), fused=device.type != "mps")
+    start, row = 0, 0
+    if cfg.resume:
+        optimizer.load_state_dict(ckpt["optimizer"])
+        start, row = ckpt["step"], ckpt["row"]
+        say(f"resuming {cfg.run} at step {start}")
+    del ckpt
+    if cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda":
+        if compiler_works(device):   # in place, part by part: the state's names stay as they are
+            model.encoder.compile()
+            model.decoder.compile()
+            model.main.compile(dynamic=True)   # the number of chunks changes from step to step
+    trained = DistributedDataParallel(model) if world > 1 else model   # gradients go through this; all else uses `model`
+    count = sum(p.numel() for p in model.parameters())
+    say(f"model: {count:,} parameters, {flops_per_byte(cfg, cfg.row_bytes, cfg.rate) / 1e6:.1f} MFLOP a byte at rate {cfg.rate:g}", flush=True)
+    if cfg.warmup_steps > cfg.max_steps // 2:
+        say(f"note: warm-up cut from {cfg.warmup_steps} to {cfg.max_steps // 2} steps, half the run")
+    autocast = lambda: torch.autocast(device.type, torch.bfloat16) if cfg.dtype == "bf16" else nullcontext()
+    peak = next((v * 1e12 for k, v in PEAK_TFLOPS.items() if device.type == "cuda" and k in torch.cuda.get_device_name(device)), None)
+
+    # ------------------------------------------------------------------------------------------- log, signals
+    log = None
+    if rank == 0:
+        path = os.path.join(out, "log.jsonl")
+        lines = []
+        if cfg.resume and os.path.exists(path):   # drop what came after the checkpoint
+            lines = [line for line in open(path) if line.endswith("\n") and json.loads(line)["step"] <= start]
+        with open(path + ".tmp", "w") as f:
+            f.writelines(lines)
+        os.replace(path + ".tmp", path)
+        log = open(path, "a", buffering=1)
+
+    def record(**values):
+        if log:
+            log.write(json.dumps(values) + "\n")
+
+    stop = []
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda number, frame: stop.append(signal.Signals(number).name))
+
+    # ------------------------------------------------------------------------------------------- the loop
+    begin = last_time = time.time()
+    last_bytes = 0
+    for step in range(start, cfg.max_steps + 1):
+        last = step == cfg.max_steps
+        stopping = bool(stop)
+        if world > 1 and (step % cfg.log_every == 0 or last):   # ranks must agree when to stop
+            flag = torch.tensor(float(stopping), device=device)
+            stopping = bool(all_sum(flag))
+        elif world > 1:
+            stopping = False
+
+        if (step % cfg.eval_every == 0 or last) and not (cfg.resume and step == start):
+            eval_time = time.time()
+            model.eval()
+            with autocast():
+                e = evaluate(model, val_text, cfg.row_bytes, max(1, 8192 // cfg.row_bytes), -(-cfg.eval_bytes // cfg.row_bytes), rank, world)
+                say(f"eval {step:>5}: {e['bpb']:.4f} bits per byte, early exit {e['early_bpb']:.4f}; boundaries: greedy {e['greedy_rate']:.3f}, "
+                    f"sampled {e['sampled_rate']:.3f}, at word-ends {e['word_end']:.3f}, at other bytes {e['other']:.3f}")
+                for k in (0, 1):   # two lines of held-out text, cut
+                    at = k * len(val_text.data) // 2
+                    text = bytes(val_text.data[at:at + 110])
+                    say("    " + cut(text, boundaries(model, text, max(2, cfg.row_bytes))[1].tolist(), one_line=True), flush=True)
+            model.train()
+            record(step=step, kind="eval", **e)
+            last_time += time.time() - eval_time   # evaluation does not count as training time
+
+        if (step % cfg.save_every == 0 and step > start or last or stopping) and rank == 0:
+            try:
+                save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, row=row, config=asdict(cfg))
+            except OSError as e:
+                fail(f"cannot save to {out}: {e.strerror}; the last good checkpoint is kept")
+        if last or stopping:
+            break
+
+        share = learning_rate(cfg, step)
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * share
+
+        # the global batch: this rank and micro-step take slices of its rows and of its noise
+        parts = world * cfg.accum_steps
+        b, k = cfg.batch_rows // parts, (cfg.pairs // parts if step < cfg.pair_steps else 0)   # rows, pairs a slice
+        noise = torch.Generator(device).manual_seed(cfg.seed * 1000003 + step)
+        u = torch.rand(cfg.batch_rows, cfg.row_bytes, generator=noise, device=device)
+        stats = None
+        for micro in range(cfg.accum_steps):
+            part = micro * world + rank
+            x, y = loader.rows(row + part * (b - k), b - k)
+            if world > 1:
+                trained.require_backward_grad_sync = micro == cfg.accum_steps - 1   # before forward, or it has no effect
+            with autocast():
+                result = trained(x.to(device, non_blocking=True), y.to(device, non_blocking=True), u[part * b:(part + 1) * b], k)
+            (result["loss"] / cfg.accum_steps).backward()
+            now = torch.stack(list(result["stats"].values()))
+            stats = now if stats is None else stats + now
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        row += parts * (b - k)
+        last_bytes += parts * (b - k) * cfg.row_bytes
+
+        if (step + 1) % cfg.log_every == 0 or step + 1 == cfg.max_steps:
+            s = dict(zip(result["stats"], (all_sum(stats) / parts).tolist()))
+            seconds = time.time() - last_time
+            speed, last_bytes, last_time = last_bytes / seconds, 0, time.time()
+            twin_share = b / (b - k)   # rows computed for a row of text
+            mfu = f"{speed * twin_share * flops_per_byte(cfg, cfg.row_bytes, s['rate']) / (peak * world):.1%}" if peak else "n/a"
+            eta = (time.time() - begin) / (step + 1 - start) * (cfg.max_steps - step - 1)
+            say(f"step {step + 1:>5}/{cfg.max_steps} {(step + 1) / cfg.max_steps:>4.0%} | late {s['late'] / math.log(2):.3f} early {s['early'] / math.log(2):.3f} "
+                f"| rate {s['rate']:.3f} | lr {cfg.lr * share:.2e} | grad {float(grad_norm):.2f} | {speed / 1e3:.1f} kB/s | mfu {mfu} | eta {clock(eta)}", flush=True)
+            record(step=step + 1, kind="train", bytes=row * cfg.row_bytes, late_bpb=s["late"] / math.log(2), early_bpb=s["early"] / math.log(2),
+                   rate=s["rate"], entropy=s["entropy"], advantage_std=s["adv_std"], lr=cfg.lr * share, grad_norm=float(grad_norm), kB_per_s=speed / 1e3)
+
+    # ------------------------------------------------------------------------------------------- the end
+    wait()
+    if stopping:
+        say(f"stopped by {stop[0] if stop else 'another rank'} at step {step}; saved. Go on with: python train.py --run {cfg.run} --resume")
+    else:
+        say(f"done in {clock(time.time() - begin)}. Look at its words: python eval.py boundaries {out} --html words.html")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
