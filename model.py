@@ -448,7 +448,7 @@ class ByteLM(nn.Module):
             p = torch.sigmoid(l)
             world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             sums = torch.stack([real.sum(), free.sum(), (p * free).sum()]).float()
-            n, n_free, p_sum = all_sum(sums) / world                                    # per-rank shares: DDP averages
+            n, n_free, p_sum = (all_sum(sums) / world).clamp(min=1e-9)                  # per-rank shares: DDP averages
         log_pi = F.logsigmoid(torch.where(a, l, -l))                                    # (B, T) log-probability of a
 
         l_auto, l_early = late.sum() / n, early.sum() / n

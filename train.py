@@ -42,8 +42,8 @@ class TrainConfig(ModelConfig):
     data: str = "auto"            # docs, fineweb, or a file, folder or glob; auto = fineweb with CUDA, else docs
     data_dir: str = "data"        # where prepared corpora are kept
     out_dir: str = "out"          # where runs are kept
-    run: str = ""                 # this run's folder in out_dir; empty = named after preset and data
-    resume: bool = False          # go on with `run`, or with the newest run; its settings are kept unless given again
+    name: str = ""                # this run's folder in out_dir; empty = named after preset and data
+    resume: bool = False          # go on with the run `name`, or the newest; its settings are kept unless given again
     init_from: str = ""           # take weights (and the model's shape) from this checkpoint, then train on `data`
     seed: int = 1                 # of weights, row order and boundary noise
     device: str = "auto"          # cpu, cuda or mps; auto = cuda where there is one, else cpu
@@ -85,13 +85,17 @@ def parse_flags(argv):
     """Command line -> dict of the settings that were given. Unknown names end with the nearest known one."""
     source = inspect.getsource(ModelConfig) + inspect.getsource(TrainConfig)
     comment = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.+)$", source, re.M))
-    boolean = lambda text: {"true": True, "false": False, "1": True, "0": False}[text.lower()]
-    boolean.__name__ = "true or false"
+
+    def true_or_false(text):
+        if text.lower() not in ("true", "false"):
+            raise ValueError
+        return text.lower() == "true"
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = lambda message: fail(f"{message.replace('argument ', '')}; see python train.py --help")
     for f in fields(TrainConfig):
-        kind = dict(type=boolean, nargs="?", const=True) if f.type in (bool, "bool") else dict(type=type(f.default))
+        kind = dict(type=true_or_false, nargs="?", const=True) if f.type in (bool, "bool") else dict(type=type(f.default))
         text = f"{comment[f.name]} (default {f.default})".replace("%", "%%")
         parser.add_argument(f"--{f.name}", help=text, metavar=f.name.upper(), **kind)
     given, unknown = parser.parse_known_args(argv)
@@ -109,13 +113,13 @@ def settings(argv):
     given = parse_flags(argv)
     ckpt = None
     if given.get("resume"):
-        folder = os.path.join(given.get("out_dir", "out"), given.get("run", "*"), "ckpt.pt")
+        folder = os.path.join(given.get("out_dir", "out"), given.get("name", "*"), "ckpt.pt")
         found = sorted(glob.glob(folder), key=os.path.getmtime)
         if not found:
             fail(f"nothing to resume: no {folder}; start a run without --resume")
         ckpt = read_checkpoint(found[-1])
         base = {k: v for k, v in ckpt["config"].items() if k in {f.name for f in fields(TrainConfig)}}
-        base["run"] = os.path.basename(os.path.dirname(found[-1]))
+        base["name"] = os.path.basename(os.path.dirname(found[-1]))
     else:
         preset = given.get("preset", "auto")
         if preset == "auto":
@@ -203,15 +207,15 @@ def save(path, **content):
 
 def run_folder(cfg):
     """A folder for a new run: the one asked for, or a fresh one named after preset and data."""
-    if cfg.run:
-        path = os.path.join(cfg.out_dir, cfg.run)
+    if cfg.name:
+        path = os.path.join(cfg.out_dir, cfg.name)
         if os.path.exists(os.path.join(path, "ckpt.pt")) and not cfg.resume:
-            fail(f"{path} holds a run already; --resume goes on with it, another --run starts beside it")
+            fail(f"{path} holds a run already; --resume goes on with it, another --name starts beside it")
         return path
-    name = f"{cfg.preset}-{re.sub(r'[^A-Za-z0-9_-]+', '-', os.path.basename(os.path.normpath(cfg.data))).strip('-') or 'data'}"
-    taken = [n for n in ("", *(f"-{k}" for k in range(2, 10000))) if not os.path.exists(os.path.join(cfg.out_dir, name + n))]
-    cfg.run = name + taken[0]
-    return os.path.join(cfg.out_dir, cfg.run)
+    base = f"{cfg.preset}-{re.sub(r'[^A-Za-z0-9_-]+', '-', os.path.basename(os.path.normpath(cfg.data))).strip('-') or 'data'}"
+    free = (n for n in ("", *(f"-{k}" for k in range(2, 10000))) if not os.path.exists(os.path.join(cfg.out_dir, base + n)))
+    cfg.name = base + next(free)
+    return os.path.join(cfg.out_dir, cfg.name)
 
 
 def clock(seconds):
@@ -262,7 +266,7 @@ def main(argv=None):
     torch.manual_seed(cfg.seed)
     model = ByteLM(cfg)
     if ckpt:
-        load_weights(model, ckpt["model"], cfg.init_from or cfg.run)
+        load_weights(model, ckpt["model"], cfg.init_from or cfg.name)
     model.to(device)
     optimizer = torch.optim.AdamW(param_groups(model, cfg.lr, cfg.gate_lr, cfg.weight_decay), lr=cfg.lr,
                                   betas=(cfg.beta1, cfg.beta2), fused=device.type != "mps")
@@ -270,7 +274,7 @@ def main(argv=None):
     if cfg.resume:
         optimizer.load_state_dict(ckpt["optimizer"])
         start, row = ckpt["step"], ckpt["row"]
-        say(f"resuming {cfg.run} at step {start}")
+        say(f"resuming {cfg.name} at step {start}")
     del ckpt
     if cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda":
         if compiler_works(device):   # in place, part by part: the state's names stay as they are
@@ -299,7 +303,7 @@ def main(argv=None):
 
     def record(**values):
         if log:
-            log.write(json.dumps(values) + "\n")
+            log.write(json.dumps({k: None if v != v else v for k, v in values.items()}) + "\n")   # JSON has no NaN
 
     stop = []
     for name in (signal.SIGINT, signal.SIGTERM):
@@ -320,7 +324,7 @@ def main(argv=None):
         if (step % cfg.eval_every == 0 or last) and not (cfg.resume and step == start):
             eval_time = time.time()
             model.eval()
-            with autocast():
+            with autocast(), torch.compiler.set_stance("force_eager"):   # other shapes: graphs of their own would not pay
                 e = evaluate(model, val_text, cfg.row_bytes, max(1, 8192 // cfg.row_bytes), -(-cfg.eval_bytes // cfg.row_bytes), rank, world)
                 say(f"eval {step:>5}: {e['bpb']:.4f} bits per byte, early exit {e['early_bpb']:.4f}; boundaries: greedy {e['greedy_rate']:.3f}, "
                     f"sampled {e['sampled_rate']:.3f}, at word-ends {e['word_end']:.3f}, at other bytes {e['other']:.3f}")
@@ -381,7 +385,7 @@ def main(argv=None):
     # ------------------------------------------------------------------------------------------- the end
     wait()
     if stopping:
-        say(f"stopped by {stop[0] if stop else 'another rank'} at step {step}; saved. Go on with: python train.py --run {cfg.run} --resume")
+        say(f"stopped by {stop[0] if stop else 'another rank'} at step {step}; saved. Go on with: python train.py --name {cfg.name} --resume")
     else:
         say(f"done in {clock(time.time() - begin)}. Look at its words: python eval.py boundaries {out} --html words.html")
     if world > 1:

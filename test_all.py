@@ -1,0 +1,767 @@
+"""
+Everything the project promises, checked on a CPU without network, GPU or compiler: python -m pytest -q test_all.py
+One section a file: model, data, train, eval. Names say what holds.
+"""
+import itertools
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import data
+import eval as evaluation
+import model as M
+import train
+from model import NO_TARGET, SEPARATOR, ByteLM, ModelConfig
+
+HERE = Path(__file__).parent
+TINY = dict(n_embd=32, n_head=2, n_enc=1, n_main=1, n_dec=1, window=8)
+
+
+def tiny(seed=0, **settings):
+    """A small model whose policy is not at its all-zero start, so that boundaries depend on the bytes."""
+    torch.manual_seed(seed)
+    model = ByteLM(ModelConfig(**{**TINY, **settings}))
+    torch.nn.init.normal_(model.policy.linear.weight, std=0.5)
+    return model
+
+
+def rows(B, T, seed=0):
+    ids = torch.randint(0, 256, (B, T), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([torch.full((B, 1), SEPARATOR), ids[:, :-1]], 1), ids
+
+
+def noise(B, T, seed=0):
+    return torch.rand(B, T, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: the estimator
+
+def policy_gradient(model, x, y, u, names):
+    """Gradient of the score-function loss alone: the loss is linear in lambda_pi."""
+    grads = []
+    for weight in (1.0, 0.0):
+        model.cfg.lambda_pi = weight
+        loss = model(x, y, u)["loss"]
+        grads.append(torch.autograd.grad(loss, [p for n, p in model.named_parameters() if n in names], allow_unused=True))
+    return [torch.zeros(()) if a is None else a - (0 if b is None else b) for a, b in zip(*grads)]
+
+
+@pytest.mark.parametrize("w", [1, 3])
+@pytest.mark.parametrize("early_relative", [False, True])
+def test_expected_score_gradient_is_the_gradient_of_the_expected_loss(w, early_relative):
+    T = 6
+    model = tiny(policy_window=w, gamma=1.0, batch_relative=False, early_relative=early_relative, lambda_target=0.0, lambda_early=0.0)
+    with torch.no_grad():
+        model.late_head.weight *= 20   # make boundaries matter
+    x, y = rows(1, T)
+    names = [n for n, _ in model.named_parameters() if n.startswith(("policy", "encoder", "embed"))]
+    params = [p for n, p in model.named_parameters() if n in names]
+    expected = [torch.zeros_like(p) for p in params]
+    truth = [torch.zeros_like(p) for p in params]
+    total = 0.0
+    for bits in itertools.product([0, 1], repeat=T - 1):
+        a = torch.tensor([[1, *bits]])
+        u = 1.0 - a.float()                                     # u = 0 forces a boundary, u = 1 forbids it
+        out = model(x, y, u)
+        assert (out["a"] == a.bool()).all()
+        p = out["p"][0]
+        prob = torch.where(a[0].bool(), p, 1 - p)[1:].prod()    # of this sequence; the first action is forced
+        late = M.nll(out["logits"], y).mean().detach()
+        for total_grad, grad in zip(truth, torch.autograd.grad(prob * late, params, allow_unused=True)):
+            total_grad += 0 if grad is None else grad
+        for total_grad, grad in zip(expected, policy_gradient(model, x, y, u, names)):
+            total_grad += prob.detach() * grad
+        total += prob.item()
+    assert total == pytest.approx(1, abs=1e-5)
+    flat = lambda g: torch.cat([t.flatten() for t in g])
+    assert flat(truth).norm() > 1e-4
+    assert (flat(expected) - flat(truth)).norm() < 1e-4 * flat(truth).norm() + 1e-7
+
+
+def test_policy_loss_reaches_policy_and_encoder_only_and_rewards_carry_no_gradient():
+    model = tiny(lambda_target=0.0)
+    x, y = rows(4, 20)
+    names = [n for n, _ in model.named_parameters()]
+    for name, g in zip(names, policy_gradient(model, x, y, noise(4, 20), names)):
+        reached = name.startswith(("policy", "encoder", "embed"))
+        assert (g.abs().max() > 1e-8) == reached, name
+
+
+@pytest.mark.parametrize("w", [1, 4])
+def test_every_parameter_learns(w):
+    model = tiny(policy_window=w)
+    model(*rows(4, 20), noise(4, 20), 0)["loss"].backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, name
+
+
+def test_first_action_is_forced_and_outside_the_policy_losses():
+    model = tiny(lambda_early=0.0)
+    x, y = rows(1, 2)
+    y[0, 1] = NO_TARGET                                         # only the forced position has a reward
+    grads = policy_gradient(model, x, y, torch.ones(1, 2), ["policy.linear.weight", "policy.linear.bias"])
+    assert all(g.abs().max() == 0 for g in grads)
+    assert model(x, y, torch.ones(1, 2))["a"].tolist() == [[True, False]]
+
+
+def test_first_loss_is_ln_257():
+    torch.manual_seed(0)
+    for cfg in (ModelConfig(**TINY), ModelConfig(n_embd=96, n_head=3, n_enc=1, n_main=3, n_dec=1, window=32)):
+        x, y = rows(4, 64)
+        out = ByteLM(cfg)(x, y, noise(4, 64))
+        assert out["stats"]["late"].item() == pytest.approx(math.log(257), abs=0.1)
+        assert out["stats"]["early"].item() == pytest.approx(math.log(257), abs=0.1)
+        assert out["p"].mean().item() == pytest.approx(cfg.rate, abs=0.01)   # the soft cap moves it a little
+
+
+def test_target_loss_pushes_the_rate_towards_its_target():
+    for bias, sign in ((2.0, 1), (-2.0, -1)):
+        model = tiny(lambda_pi=0.0, lambda_target=1.0)
+        with torch.no_grad():
+            model.policy.linear.bias.fill_(bias)
+        model(*rows(4, 20), noise(4, 20))["loss"].backward()
+        assert model.policy.linear.bias.grad.item() * sign > 0
+
+
+def test_centring_removes_batch_means_over_real_targets_and_twin_means():
+    R, real = torch.randn(6, 5), torch.ones(6, 5, dtype=torch.bool)
+    real[4, 3:] = False
+    R = R * real
+    out = M.centre(R, real, 2, True)
+    for t in range(5):
+        for r in (0, 1):                                        # twins are rows r and r + 2
+            assert torch.allclose(out[r, t], (R[r, t] - R[r + 2, t]) / 2, atol=1e-6)
+        rest = [r for r in (4, 5) if real[r, t]]
+        for r in rest:
+            assert torch.allclose(out[r, t], R[r, t] - sum(R[k, t] for k in rest) / len(rest), atol=1e-6)
+    assert (out[~real] == 0).all()
+    assert torch.equal(M.centre(R, real, 0, False), R)
+
+
+def test_twins_share_text_and_early_exit_but_not_boundaries():
+    model = tiny()
+    x, y = rows(3, 40)
+    out = model(x, y, noise(5, 40), 2)
+    again = model(torch.cat([x[:2], x]), torch.cat([y[:2], y]), noise(5, 40))
+    assert torch.allclose(out["logits"], again["logits"], atol=1e-5) and torch.equal(out["a"], again["a"])
+    assert torch.equal(out["early_logits"][:2], out["early_logits"][2:4])
+    assert not torch.equal(out["a"][:2], out["a"][2:4])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: nothing leaks
+
+@pytest.mark.parametrize("w", [1, 4])
+@pytest.mark.parametrize("how", ["sampled", "greedy", "all", "first only"])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_future_never_reaches_the_past(w, how, training):
+    B, T = 3, 24
+    model = tiny(policy_window=w).train(training)
+    x, _ = rows(B, T)
+    u = {"sampled": noise(B, T), "greedy": None, "all": torch.zeros(B, T), "first only": torch.ones(B, T)}[how]
+    with torch.no_grad():
+        if how == "greedy":
+            model.policy.linear.bias.fill_(1.4)                 # about half of the bytes
+        full = model(x, u=u)
+        for k in range(1, T):
+            changed = x.clone()
+            changed[:, k:] = (x[:, k:] + 1 + torch.arange(T - k)) % 256
+            changed[2, k:] = 0                                  # a padded row beside
+            out = model(changed, u=u)
+            for name in ("logits", "early_logits", "p"):
+                assert torch.allclose(out[name][:, :k], full[name][:, :k], atol=1e-5), (name, k)
+            assert torch.equal(out["a"][:, :k], full["a"][:, :k])
+            short = model(x[:, :k], u=None if u is None else u[:, :k])   # nor does the row's length matter
+            assert torch.allclose(short["logits"], full["logits"][:, :k], atol=1e-5), k
+
+
+def test_noise_at_one_byte_decides_that_byte_only():
+    model = tiny(policy_window=1)
+    x, _ = rows(2, 30)
+    u = noise(2, 30)
+    a = model(x, u=u)["a"]
+    for t in range(1, 30):
+        v = u.clone()
+        v[:, t] = 1 - v[:, t]
+        other = model(x, u=v)["a"]
+        keep = torch.arange(30) != t
+        assert torch.equal(other[:, keep], a[:, keep])
+
+
+def test_rows_do_not_depend_on_neighbours_and_padding_does_not_matter():
+    model = tiny().eval()
+    x, y = rows(5, 33)
+    u = noise(5, 33)
+    out = model(x, u=u)
+    for r in range(5):
+        alone = model(x[r:r + 1], u=u[r:r + 1])
+        assert torch.allclose(alone["logits"][0], out["logits"][r], atol=1e-5) and torch.equal(alone["a"][0], out["a"][r])
+    y[3, 20:] = NO_TARGET
+    other = x.clone()
+    other[3, 21:] = 7
+    one, two = model(x, y, u), model(other, y, u)
+    assert torch.allclose(one["loss"], two["loss"], atol=1e-6)
+    with torch.no_grad():                                       # huge activations in padding
+        h = torch.randn(2, 6, 4)
+        start, g = M.chunk_index(torch.tensor([[1, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]]).bool())
+        c = M.take(h, start)
+        c[1, 1:] = 1e4
+        assert torch.equal(M.take(c, g)[1], h[1, :1].expand(6, 4))
+
+
+@pytest.mark.parametrize("text", [b"T" * 500, b" " * 100, bytes(100), b"x", bytes(range(256)), b"a b c d e f " * 40, b"\xff\xfe" * 50],
+                         ids=["one letter", "blanks", "zeros", "one byte", "all bytes", "short words", "not utf-8"])
+def test_odd_input_gives_finite_results_of_the_right_shape(text):
+    model = tiny()
+    y = torch.tensor([list(text)] * 2)
+    x = torch.cat([torch.full((2, 1), SEPARATOR), y[:, :-1]], 1)
+    for u in (None, noise(2, len(text)), torch.zeros(2, len(text)), torch.ones(2, len(text))):
+        out = model(x, y, u)
+        assert out["logits"].shape == (2, len(text), 257) and out["a"].shape == (2, len(text))
+        assert out["logits"].isfinite().all() and out["loss"].isfinite()
+        out["loss"].backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_extreme_logits_stay_finite():
+    model = tiny()
+    with torch.no_grad():
+        model.policy.linear.bias.fill_(1e4)
+    out = model(*rows(2, 16), noise(2, 16))
+    out["loss"].backward()
+    assert out["loss"].isfinite() and out["p"].max() < 1 and all(p.grad.isfinite().all() for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: each part against a slow, obvious reference
+
+def test_chunk_index_and_take():
+    a = noise(4, 37) < 0.3
+    a[:, 0] = True
+    start, g = M.chunk_index(a)
+    h = torch.randn(4, 37, 6)
+    c = M.take(h, start)
+    up = M.take(c, g)
+    assert start.shape[1] == a.sum(1).max()
+    for b in range(4):
+        where = [t for t in range(37) if a[b, t]]
+        assert start[b, :len(where)].tolist() == where
+        assert torch.equal(c[b, :len(where)], h[b, where])
+        for t in range(37):
+            assert torch.equal(up[b, t], h[b, max(s for s in where if s <= t)])
+
+
+@pytest.mark.parametrize("T,window", [(1, 4), (7, 4), (16, 4), (29, 8), (5, 64), (9, 1)])
+def test_window_attention(T, window):
+    q, k, v = (torch.randn(2, T, 3, 8, requires_grad=True) for _ in range(3))
+    y = M.window_attention(q, k, v, M.window_mask(2, T, window, "cpu"), window)
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    mask = (j <= i) & (j > i - window)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 8 ** 0.5
+    ref = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~mask, -math.inf).softmax(-1), v)
+    assert torch.allclose(y, ref, atol=1e-5)
+    g = torch.randn_like(y)
+    for one, two in zip(torch.autograd.grad(y, (q, k, v), g), torch.autograd.grad(ref, (q, k, v), g)):
+        assert torch.allclose(one, two, atol=1e-5)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+@pytest.mark.parametrize("T", [1, 2, 13, 64])
+def test_discounted_sum(gamma, T):
+    R = torch.randn(3, T)
+    A = R.clone()
+    for t in reversed(range(T - 1)):
+        A[:, t] = R[:, t] + gamma * A[:, t + 1]
+    assert torch.allclose(M.discounted_sum(R, gamma), A, atol=1e-4)
+
+
+@pytest.mark.parametrize("w,T", [(1, 50), (2, 1), (2, 2), (3, 77), (5, 64), (8, 200)])
+def test_sampler_equals_the_loop_over_bytes_bit_for_bit(w, T):
+    policy = M.Policy(ModelConfig(**TINY, policy_window=w))
+    v, u = torch.randn(3, T, w), noise(3, T)
+    u[0, :: 3], u[1, :: 5] = 0.5, 0.0
+    a = torch.zeros(3, T, dtype=torch.bool)
+    for t in range(T):
+        a[:, t] = (u[:, t] <= torch.sigmoid(policy.logits(v[:, :t + 1], a[:, :t + 1])[:, t])) | (t == 0)
+    assert torch.equal(policy.sample(v, u), a)
+
+
+def test_rotary_embedding():
+    x = torch.randn(2, 5, 3, 8)
+    y = M.rotate(x, M.rotary_table(5, 8, "cpu").unsqueeze(0))
+    for t, k in itertools.product(range(5), range(4)):
+        angle = t * 10000 ** (-2 * k / 8)
+        turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+        assert torch.allclose(y[:, t, :, 2 * k:2 * k + 2], x[:, t, :, 2 * k:2 * k + 2] @ turn.T, atol=1e-5)
+
+
+def test_norm_and_cross_entropy_equal_torchs_own():
+    x, g = torch.randn(5, 9, 16, requires_grad=True), torch.randn(5, 9, 16)
+    ours, theirs = M.norm(x), F.rms_norm(x, (16,), eps=1e-12)
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert torch.allclose(torch.autograd.grad(ours, x, g)[0], torch.autograd.grad(theirs, x, g)[0], atol=1e-4)
+    logits, y, g = torch.randn(40, 60, 257, requires_grad=True), torch.randint(-1, 256, (40, 60)), torch.rand(40, 60)
+    ours = M.nll(logits * 5, y)
+    theirs = F.cross_entropy((logits * 5).flatten(0, 1), y.flatten(), ignore_index=NO_TARGET, reduction="none").view(40, 60)
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert torch.allclose(torch.autograd.grad(ours, logits, g)[0], torch.autograd.grad(theirs, logits, g)[0], atol=1e-5)
+
+
+def test_flops_count_matches_the_weights():
+    cfg = ModelConfig(n_embd=64, n_head=2, n_enc=2, n_main=3, n_dec=1, window=1)
+    count = lambda part: sum(p.numel() for p in part.parameters() if p.ndim == 2)
+    m = ByteLM(cfg)
+    bytes_, chunks = count(m.encoder) + count(m.decoder) + count(m.early_head) + count(m.late_head), count(m.main)
+    attention = 12 * 64 * 3 + 3 * 6 * 64 * 0.25 * 0.25 * 100
+    assert M.flops_per_byte(cfg, 100, 0.25) == pytest.approx(6 * (bytes_ + 0.25 * chunks) + attention)
+
+
+def test_sample_byte_obeys_its_limits():
+    logits = torch.randn(2000, 257) * 3
+    logits[:, SEPARATOR] = 100
+    assert torch.equal(M.sample_byte(logits, temperature=0), logits[:, :256].argmax(-1))
+    assert (M.sample_byte(logits, top_k=1) == logits[:, :256].argmax(-1)).all()
+    assert (M.sample_byte(logits, top_p=1e-6) == logits[:, :256].argmax(-1)).all()
+    top3 = logits[:, :256].topk(3).indices
+    assert (M.sample_byte(logits, top_k=3).unsqueeze(1) == top3).any(1).all()
+    assert M.sample_byte(logits, top_k=1000).max() < 256
+    p = torch.tensor([[0.5, 0.3, 0.2] + [0.0] * 254]).log().expand(2000, -1)
+    assert set(M.sample_byte(p, top_p=0.6).tolist()) == {0, 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: it learns
+
+def word_text(n=200000, seed=0):
+    """Words of a small lexicon of random strings, four or five letters long, joined by one fixed byte."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(30)]
+    return np.frombuffer("-".join(rng.choice(words) for _ in range(n // 6)).encode(), dtype=np.uint8)
+
+
+def phase_share(lambda_pi, steps=150):
+    """Train on word_text; the share of (sampled) boundaries at the commonest of the word's six phases."""
+    torch.manual_seed(0)
+    model = ByteLM(ModelConfig(n_embd=48, n_head=2, n_enc=1, n_main=1, n_dec=1, window=16, rate=1 / 6, lambda_pi=lambda_pi, lambda_target=0.1))
+    optimizer = torch.optim.AdamW(M.param_groups(model, 3e-3, 4.0, 0.1), betas=(0.9, 0.95))
+    loader = data.Loader(data.Corpus(word_text()), 96, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps + 1):
+        x, y = loader.rows(step * 16, 16)
+        out = model(x, y, torch.rand(x.shape, generator=generator))
+        if step == steps:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * min(1.0, 0.1 + step / 30)
+        out["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = torch.zeros(6)
+    for row, a in zip(x.tolist(), out["a"].tolist()):
+        dash = row.index(ord("-"))
+        for t in range(1, len(row)):
+            counts[(t - dash) % 6] += a[t]
+    return (counts.max() / counts.sum()).item()
+
+
+def test_boundaries_settle_at_one_place_of_the_word_and_the_policy_loss_is_why():
+    assert phase_share(lambda_pi=0.1) >= 0.8
+    assert phase_share(lambda_pi=0.0) < 0.5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Tests write nothing into the checkout, and main() leaves no signal handlers behind."""
+    monkeypatch.chdir(tmp_path)
+    old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for s, handler in old.items():
+        signal.signal(s, handler)
+
+
+def test_corpus_stream_puts_separators_between_documents():
+    docs = [b"ab", b"c", b"", b"defg"]
+    corpus = data.Corpus(np.frombuffer(b"".join(docs), dtype=np.uint8), np.cumsum([0, 2, 1, 0]))
+    stream = [97, 98, 256, 99, 256, 256, 100, 101, 102, 103]
+    assert len(corpus) == 10 and corpus.read(np.arange(10)).tolist() == stream
+    x, y = corpus.window([1, 7], 5)
+    assert x.tolist() == [[256, 98, 256, 99, 256], [256, 101, 102, 103, 103]]
+    assert y.tolist() == [[98, -1, 99, -1, -1], [101, 102, 103, -1, -1]]
+
+
+def test_loader_is_deterministic_disjoint_and_covers_every_epoch():
+    corpus = data.Corpus(np.arange(1000) % 251)
+    loader = data.Loader(corpus, 16, seed=3)
+    epochs = [[tuple(loader.rows(e * loader.n + k, 1)[1][0].tolist()) for k in range(loader.n)] for e in (0, 1)]
+    assert all(len(set(e)) == loader.n for e in epochs) and epochs[0] != epochs[1]
+    again = data.Loader(corpus, 16, seed=3)
+    assert [tuple(r) for r in again.rows(5, loader.n)[1].tolist()] == epochs[0][5:] + epochs[1][:5]   # across an epoch's end
+    assert data.Loader(corpus, 16, seed=4).rows(0, 1)[1].tolist() != [list(epochs[0][0])]
+    halves = torch.cat([again.rows(0, 8)[1], again.rows(8, 8)[1]])
+    assert torch.equal(halves, again.rows(0, 16)[1])            # ranks take slices of the same rows
+
+
+def test_paths_become_corpora(tmp_path):
+    (tmp_path / "one.txt").write_bytes(bytes(range(256)) * 10)
+    train_text, val_text = data.load(str(tmp_path / "one.txt"), str(tmp_path / "cache"))
+    assert bytes(train_text.data) + bytes(val_text.data) == bytes(range(256)) * 10 and len(val_text.data) == 128
+    many = tmp_path / "many"
+    (many / ".hidden").mkdir(parents=True)
+    (many / ".hidden" / "x").write_text("no")
+    for k in range(60):
+        (many / f"{k}.txt").write_text(f"document {k} " * (k + 1))
+    (many / "empty").write_text("")
+    for _ in range(2):                                          # made, then read from the cache
+        train_text, val_text = data.load(str(many), str(tmp_path / "cache"))
+        parts = [bytes(c.data[s:e]) for c in (train_text, val_text) for s, e in zip(c.starts, c.ends)]
+        assert sorted(parts) == sorted(f"document {k} ".encode() * (k + 1) for k in range(60))
+        assert 1 <= len(val_text.starts) <= 10
+    few = data.load(str(many / "1*.txt"), str(tmp_path / "cache"))
+    assert len(few[0].starts) == 11 and few[1].starts.tolist() == [0]
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+    flat = next((tmp_path / "cache").glob("*.bin"))
+    flat.write_bytes(flat.read_bytes()[:-5])                    # a damaged cache is made anew
+    assert sum(len(c.data) for c in data.load(str(many), str(tmp_path / "cache"))) > 1000
+
+
+def test_docs_corpus_is_english_and_split_by_document(tmp_path, monkeypatch):
+    roots = data.doc_roots()
+    assert [os.path.basename(r) for r in roots[1:]] == ["numpy", "torch"]
+    monkeypatch.setattr(data, "doc_roots", lambda: roots[1:2])  # one will do, it takes a second
+    train_text, val_text = data.load("docs", str(tmp_path))
+    assert len(train_text.data) > 8e5 and 0.02 < len(val_text.data) / len(train_text.data) < 0.1
+    documents = lambda c: {bytes(c.data[s:e]) for s, e in zip(c.starts, c.ends)}
+    assert not documents(train_text) & documents(val_text)
+    assert bytes(val_text.data).count(b" the ") > 100
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train
+
+SMALL = ["--n_embd", "32", "--n_head", "2", "--n_enc", "1", "--n_main", "1", "--n_dec", "1", "--window", "8", "--row_bytes", "32",
+         "--batch_rows", "8", "--max_steps", "20", "--warmup_steps", "5", "--log_every", "1", "--eval_every", "10", "--save_every", "100",
+         "--eval_bytes", "500", "--device", "cpu", "--preset", "tiny"]
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(word_text(6000)))
+    return str(path)
+
+
+def run(text, *flags):
+    """train.main in this process, on a text file."""
+    train.main([*SMALL, "--data", text, *flags])
+
+
+def state(run_name):
+    """A run's checkpoint and its log without what depends on the clock."""
+    ckpt = torch.load(f"out/{run_name}/ckpt.pt", weights_only=True)
+    log = [json.loads(line) for line in open(f"out/{run_name}/log.jsonl")]
+    return ckpt, [{k: v for k, v in row.items() if k != "kB_per_s"} for row in log]
+
+
+def same(one, two):
+    (a, log_a), (b, log_b) = one, two
+    assert log_a == log_b
+    assert a["step"] == b["step"] and a["row"] == b["row"]
+    for name in a["model"]:
+        assert torch.equal(a["model"][name], b["model"][name]), name
+    for k, s in a["optimizer"]["state"].items():
+        assert all(torch.equal(v, b["optimizer"]["state"][k][n]) for n, v in s.items())
+
+
+@pytest.mark.parametrize("extra", [[], ["--policy_window", "3", "--pairs", "2", "--pair_steps", "12", "--accum_steps", "2"]])
+def test_resume_is_bit_exact(text_file, monkeypatch, extra):
+    run(text_file, "--name", "whole", *extra)
+    rate = train.learning_rate
+
+    def stop_at(step):   # a SIGTERM in the middle of step - 1
+        def learning_rate(cfg, s):
+            if s == step - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return rate(cfg, s)
+        monkeypatch.setattr(train, "learning_rate", learning_rate)
+
+    stop_at(7)
+    run(text_file, "--name", "parts", *extra)
+    assert torch.load("out/parts/ckpt.pt", weights_only=True)["step"] == 7
+    stop_at(10)                                                 # on an evaluation
+    train.main(["--resume", "--name", "parts"])
+    with open("out/parts/log.jsonl", "a") as f:                 # a row from after the checkpoint, and half of another
+        f.write('{"step": 15, "kind": "train"}\n{"step": 16, "ki')
+    monkeypatch.setattr(train, "learning_rate", rate)
+    train.main(["--resume", "--name", "parts"])
+    same(state("whole"), state("parts"))
+
+
+def test_checkpoints_move_between_compiled_and_eager(text_file, capsys):
+    flags = ["--max_steps", "4", "--dtype", "fp32"]
+    run(text_file, *flags, "--name", "compiled", "--compile", "on")
+    if "no working compiler" in capsys.readouterr().out:        # it said so and went on
+        pytest.skip("no C++ compiler here: compile on fell back to eager, as it should")
+    run(text_file, *flags, "--name", "eager")
+    ckpts = {n: state(n)[0] for n in ("compiled", "eager")}
+    assert list(ckpts["compiled"]["model"]) == list(ckpts["eager"]["model"])
+    for a, b in zip(ckpts["compiled"]["model"].values(), ckpts["eager"]["model"].values()):
+        assert torch.allclose(a, b, atol=5e-3)
+    train.main(["--resume", "--name", "compiled", "--compile", "off", "--max_steps", "6"])
+    train.main(["--resume", "--name", "eager", "--compile", "on", "--max_steps", "6"])
+    assert state("compiled")[0]["step"] == state("eager")[0]["step"] == 6
+
+
+DDP_CODE = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+from model import ByteLM, ModelConfig
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+case = torch.load("case.pt", weights_only=True)
+model = ByteLM(ModelConfig(**case["cfg"]))
+model.load_state_dict(case["model"])
+ddp = DistributedDataParallel(model)
+out = ddp(*(case[k][8 * rank:8 * rank + 8] for k in "xyu"))
+out["loss"].backward()
+loss = out["loss"].detach()
+dist.all_reduce(loss)
+if rank == 0:
+    torch.save(dict(loss=loss / 2, grads={n: p.grad for n, p in model.named_parameters()}), "result.pt")
+"""
+
+
+def test_two_processes_equal_one():
+    torch.set_num_threads(1)
+    settings = dict(TINY, lambda_pi=1.0, lambda_target=1.0)
+    model = tiny(**{k: v for k, v in settings.items() if k not in TINY})
+    (x, y), u = rows(16, 24), noise(16, 24)
+    y[torch.rand(16, 24) < 0.2] = NO_TARGET                     # ranks hold different numbers of targets
+    y[3, 10:] = NO_TARGET
+    out = model(x, y, u)
+    out["loss"].backward()
+    torch.save(dict(cfg=settings, model=model.state_dict(), x=x, y=y, u=u), "case.pt")
+    Path("ddp.py").write_text(DDP_CODE)
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp.py", str(HERE)],
+                   check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    result = torch.load("result.pt", weights_only=True)
+    assert torch.allclose(result["loss"], out["loss"], atol=1e-5)
+    for name, p in model.named_parameters():
+        assert torch.allclose(result["grads"][name], p.grad, atol=1e-5, rtol=1e-4), name
+
+
+def test_training_on_two_ranks_equals_one(text_file):
+    run(text_file, "--name", "one", "--dtype", "fp32")
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(HERE / "train.py"),
+                    *SMALL, "--data", text_file, "--name", "two", "--dtype", "fp32"],
+                   check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    (a, log_a), (b, log_b) = state("one"), state("two")
+    for one, two in zip(log_a, log_b):
+        assert one.keys() == two.keys()
+        for key in ("late_bpb", "rate", "bpb", "word_end"):
+            if one.get(key) is not None:
+                assert one[key] == pytest.approx(two[key], rel=1e-3), (one["step"], key)
+
+
+def test_init_from_takes_weights_and_shape_only(text_file):
+    run(text_file, "--name", "first", "--max_steps", "3")
+    train.main(["--init_from", "out/first", "--data", text_file, "--name", "second", "--max_steps", "0", "--device", "cpu"])
+    (a, _), (b, _) = state("first"), state("second")
+    assert b["step"] == 0 and b["config"]["n_embd"] == 32 and b["config"]["data"] == text_file
+    assert all(torch.equal(a["model"][n], b["model"][n]) for n in a["model"])
+    assert not b["optimizer"]["state"]
+
+
+def test_schedules_and_batch_slices():
+    cfg = train.TrainConfig(max_steps=100, warmup_steps=10)
+    shares = [train.learning_rate(cfg, s) for s in range(101)]
+    assert shares[0] == pytest.approx(0.1) and max(shares) == shares[10] == 1 and shares[100] == pytest.approx(0)
+    cfg.schedule = "wsd"
+    assert [train.learning_rate(cfg, s) for s in (10, 60, 80, 100)] == [1, 1, 0.5, 0]
+    for warm in (0, 100, 1000):
+        cfg = train.TrainConfig(max_steps=1, warmup_steps=warm)
+        assert math.isfinite(train.learning_rate(cfg, 0)) and train.learning_rate(cfg, 0) > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train and eval: bad input ends with one line and exit code 2
+
+def fails(capsys, call, *words):
+    with pytest.raises(SystemExit) as e:
+        call()
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    for word in words:
+        assert word in err, err
+
+
+@pytest.mark.parametrize("flags,words", [
+    (["--gama", "0.9"], ["--gama", "did you mean --gamma?"]),
+    (["--lambda_pie=1"], ["did you mean --lambda_pi?"]),
+    (["--max_steps", "many"], ["max_steps", "many"]),
+    (["--resume", "maybe"], ["resume"]),
+    (["--rate", "0"], ["rate"]), (["--rate", "1"], ["rate"]), (["--gamma", "1.5"], ["gamma"]),
+    (["--preset", "huge"], ["tiny"]), (["--dtype", "fp8"], ["bf16"]), (["--n_head", "5"], ["multiple"]),
+    (["--batch_rows", "9", "--accum_steps", "2"], ["8 or 10"]), (["--pairs", "5"], ["at most 4"]),
+    (["--batch_rows", "1"], ["batch_relative"]), (["--row_bytes", "1"], ["row_bytes"]), (["--policy_window", "0"], ["policy_window"]),
+    (["--data", "/no/such/file"], ["/no/such/file"]), (["--data", "fineweb"], ["docs"]),
+    (["--init_from", "nowhere"], ["nowhere"]), (["--resume"], ["nothing to resume"]), (["--row_bytes", "9000"], ["text too short"]),
+])
+def test_bad_settings(text_file, capsys, flags, words):
+    fails(capsys, lambda: train.main([*SMALL, "--data", text_file, *flags]), *words)
+
+
+def test_bad_files(text_file, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    for name, word in (("empty.txt", "empty"), ("folder", "no such file"), ("*.nothing", "no such file")):
+        fails(capsys, lambda: train.main([*SMALL, "--data", str(tmp_path / name)]), word)
+    (tmp_path / "file").write_text("in the way")
+    fails(capsys, lambda: run(text_file, "--out_dir", str(tmp_path / "file")), "cannot write")
+    run(text_file, "--name", "taken", "--max_steps", "1")
+    before = Path("out/taken/ckpt.pt").read_bytes()
+    fails(capsys, lambda: run(text_file, "--name", "taken"), "--resume")
+    fails(capsys, lambda: run(text_file, "--name", "x", "--init_from", "out/taken", "--n_embd", "64"), "shape")
+    fails(capsys, lambda: train.main(["--resume", "--name", "taken", "--n_embd", "64"]), "shape")
+    Path("out/taken/ckpt.pt").write_bytes(before[:len(before) // 2])
+    fails(capsys, lambda: train.main(["--resume", "--name", "taken"]), "not a readable checkpoint")
+    Path("out/taken/ckpt.pt").write_bytes(b"<html>")
+    fails(capsys, lambda: evaluation.main(["bpb", "out/taken", "--data", text_file]), "not a readable checkpoint")
+
+
+@pytest.mark.parametrize("content", [bytes(random.Random(0).randbytes(3000)), ("Grüße, 世界. " * 200).encode("utf-16")], ids=["binary", "utf-16"])
+def test_any_bytes_can_be_trained_on(tmp_path, content):
+    (tmp_path / "odd").write_bytes(content)
+    run(str(tmp_path / "odd"), "--max_steps", "2")
+    run(str(tmp_path / "odd"), "--max_steps", "0")              # a second run gets a folder of its own
+    assert sorted(os.listdir("out")) == ["tiny-odd", "tiny-odd-2"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# eval
+
+@pytest.fixture
+def trained(text_file):
+    run(text_file, "--name", "t", "--max_steps", "3")
+    return "out/t"
+
+
+def test_scores_do_not_depend_on_batch_size_or_padding(text_file):
+    model = tiny().eval()
+    corpus = data.Corpus(np.frombuffer(Path(text_file).read_bytes()[:1003], dtype=np.uint8))
+    results = [evaluation.evaluate(model, corpus, 32, batch_rows=b) for b in (1, 7, 64)]
+    for r in results[1:]:
+        assert r == pytest.approx(results[0], rel=1e-5)
+    assert results[0]["bytes"] == 1003
+    nats = 0.0                                                  # the same, byte by byte
+    for i in range(0, 1003, 32):
+        x, y = corpus.window([i], 32)
+        with torch.no_grad():
+            log_p = model(x)["logits"][0].log_softmax(-1)
+        nats -= sum(log_p[t, b].item() for t, b in enumerate(y[0].tolist()) if b >= 0)
+    assert results[0]["bpb"] == pytest.approx(nats / math.log(2) / 1003, rel=1e-5)
+
+
+def test_word_ends_and_characters():
+    text = "a b  c\nd é 世|界\t".encode() + b"\xff\xe4\xb8"
+    shown = evaluation.characters(text)
+    assert sum(n for _, n in shown) == len(text) and shown[-1] == ("\\xb8", 1) and ("世", 3) in shown
+    a = np.zeros(len(text), dtype=bool)
+    a[[1, 2, text.index("世".encode()) + 1]] = True
+    assert evaluation.cut(text, a).startswith("a |b|  c\nd é 世||界")
+    rows_ = dict(evaluation.boundary_table(b"ab  cd ef\n\n", np.array([0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1], dtype=bool)))
+    assert rows_["word-end bytes with a boundary"].startswith("0.667 (2 of 3)")
+    assert rows_["all other bytes with a boundary"].startswith("0.125 (1 of 8)")
+    assert evaluation.cut(b"a\nb\t", [0, 1, 0, 0], one_line=True) == "a⏎|b→"
+
+
+def test_boundaries_command(trained, capsys):
+    text = "Grüße <b> & 世界\n" * 5
+    evaluation.main(["boundaries", trained, "--text", text, "--html", "m.html", "--json", "p.json"])
+    found = json.loads(Path("p.json").read_text())
+    n = len(text.encode())
+    assert found["bytes"] == n and len(found["p"]) == len(found["boundary"]) == n
+    assert found["boundary"] == [int(p >= 0.5) for p in found["p"]]
+    page = Path("m.html").read_text(encoding="utf-8")
+    body = page[page.index('<div id="text">'):]
+    letters = re.findall(r"<span[^>]*>([^<]*)</span>", body)
+    assert len(letters) == len(text) and "世" in letters and "&lt;" in letters and "http" not in page
+    assert capsys.readouterr().out.replace("|", "").startswith("Grüße <b> & 世界\n")
+    fails(capsys, lambda: evaluation.main(["boundaries", trained, "--file", "missing"]), "missing")
+    fails(capsys, lambda: evaluation.main(["boundaries", trained, "--text", ""]), "no text")
+    fails(capsys, lambda: evaluation.main(["boundaries", trained, "--html", "no/such/dir.html"]), "cannot write")
+
+
+def test_long_text_is_read_row_by_row():
+    model = tiny().eval()
+    text = bytes(random.Random(0).randbytes(100))
+    p, a = evaluation.boundaries(model, text, 32, batch_rows=2)
+    assert len(p) == len(a) == 100 and torch.equal(a, p >= 0.5)
+    tail, _ = evaluation.boundaries(model, text[93:], 32)
+    assert torch.allclose(tail, p[93:], atol=1e-6)
+
+
+def test_sample_command(trained, capsys):
+    def sample(*flags):
+        evaluation.main(["sample", trained, "--bytes", "40", *flags])
+        return capsys.readouterr().out
+    assert sample("--seed", "1") == sample("--seed", "1") != sample("--seed", "2")
+    assert sample("--temperature", "0", "--prompt", "") == sample("--temperature", "0", "--prompt", "", "--seed", "5")
+    assert sample("--prompt", "世", "--top_k", "999", "--top_p", "0.9").startswith("世")
+    fails(capsys, lambda: sample("--temperature", "-1"), "temperature")
+    fails(capsys, lambda: sample("--topk", "1"), "topk")
+    process = subprocess.run([sys.executable, str(HERE / "eval.py"), "sample", trained, "--bytes", "5", "--prompt", "é"], capture_output=True,
+                             env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, timeout=60)
+    assert process.returncode == 0, process.stderr
+
+
+def test_generation_equals_the_full_forward():
+    model = tiny().eval()
+    out = list(model.generate(b"abc", 12, row_bytes=64, temperature=0))
+    row = [SEPARATOR] + list(b"abc") + out
+    with torch.no_grad():
+        best = model(torch.tensor([row[:-1]]))["logits"][0, 3:, :256].argmax(-1)
+    assert best.tolist() == out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README
+
+def test_every_command_and_flag_in_the_readme_exists(capsys):
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    names = {f.name for f in train.fields(train.TrainConfig)}
+    commands = re.findall(r"^\s*(?:\$ )?((?:.*&& |torchrun .*|[A-Z_]+=\S+ )?(?:python )?(?:train|eval)\.py.*)$", text, re.M)
+    assert len(commands) >= 8
+    for line in commands:
+        script = re.search(r"(train|eval)\.py", line).group(1)
+        tail = line.split(f"{script}.py", 1)[1].split("#")[0].split("  ")[0]
+        flags = re.findall(r"--(\w+)", tail)
+        if script == "train":
+            assert set(flags) <= names, line
+        else:
+            words = tail.split()
+            with pytest.raises(SystemExit) as e:
+                evaluation.main([words[0], "--help"])
+            assert e.value.code == 0, line
+            known = set(re.findall(r"--(\w+)", capsys.readouterr().out))
+            assert set(flags) <= known, line
+    for flag in re.findall(r"`--(\w+)", text):
+        assert flag in names or flag in (HERE / "eval.py").read_text(), flag
+    for name in re.findall(r"`(\w+\.py)`", text):
+        assert (HERE / name).exists(), name
