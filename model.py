@@ -49,8 +49,8 @@ class ModelConfig:
     policy_window: int = 1        # w: 1 = boundaries independent given the bytes; w > 1 also sees the last w-1 actions
     gate_scale: float = 1.0       # s in the boundary logit; 1/16 in the paper
     gamma: float = 0.99           # discount of later rewards; 1 = none
-    lambda_pi: float = 0.01       # weight of the score-function loss
-    lambda_target: float = 0.01   # weight of the loss that holds the rate at its target
+    lambda_pi: float = 0.1        # weight of the score-function loss; 0.01 in the paper
+    lambda_target: float = 0.1    # weight of the loss that holds the rate at its target; 0.01 in the paper
     lambda_early: float = 0.1     # share of the early exit in the likelihood loss
     early_relative: bool = True   # reward relative to the early exit's log-likelihood
     batch_relative: bool = True   # reward relative to its mean over the batch at the same position
@@ -249,36 +249,48 @@ class Policy(nn.Module):
         return a
 
 
-def sample_scan(v, t):
-    """Sample where each action depends on the w-1 before it, in O(log T) steps. v (B,T,w), t (B,T) -> a (B,T) bool.
+def sample_scan(v, t, piece=512):
+    """Sample where each action depends on the w-1 before it, without a loop over T. v (B,T,w), t (B,T) -> a (B,T) bool.
 
-    State s = the last w-1 actions as bits, the newest lowest. With its noise fixed, byte i is a function from the
-    state before it to the state after it, a table of 2^(w-1) entries, and functions compose associatively:
+    State s = the last w-1 actions as bits, the newest lowest. With its noise fixed, byte i is a function from the state
+    before it to the state after it, a table of S = 2^(w-1) entries, and functions compose associatively:
 
         up    f_0   f_1   f_2   f_3        compose neighbours, then pairs of neighbours, ...
                 f_01        f_23
         down  state before f_0 is known -> before f_23 -> before f_1, f_3      one look-up each
+
+    Rows go through in pieces of 512 bytes, only so that the tables stay in cache.
     """
     B, T, w = v.shape
     S = 2 ** (w - 1)
-    n = 2 ** max(0, T - 1).bit_length()
-    l = v[..., :1]                                                         # (B, T, 1)
-    for k in range(1, w):                                                  # bit k-1 of the state is a_{i-k}
-        l = torch.cat([l, l + v[..., k:k + 1]], -1)                        # (B, T, 2^k)
-    a = l >= t.unsqueeze(-1)                                               # (B, T, S) the action in every state
-    a[:, 0] = True
-    s = torch.arange(S, device=v.device)
-    f = ((s << 1) & (S - 1)) | a.long()                                    # (B, T, S) the state after it
-    f = F.pad(f, (0, 0, 0, n - T))                                         # (B, n, S) to a power of two
-    levels = [f]
-    while f.size(1) > 1:
-        f = f[:, 1::2].gather(2, f[:, 0::2])                               # second after first: (B, n/2, S)
-        levels.append(f)
-    state = torch.zeros(B, 1, dtype=torch.long, device=v.device)           # before the row: no boundary
-    for f in reversed(levels[:-1]):
-        after = f[:, 0::2].gather(2, state.unsqueeze(-1)).squeeze(-1)      # state behind each first half
-        state = torch.stack([state, after], 2).flatten(1)                  # (B, 2 * length)
-    return a.gather(2, state[:, :T].unsqueeze(-1)).squeeze(-1)             # (B, T)
+    state = torch.zeros(B, 1, dtype=torch.long, device=v.device)               # before the row: no boundary
+    out = []
+    for i in range(0, T, piece):
+        l = v[:, i:i + piece, :1]                                              # (B, n, 1)
+        for k in range(1, w):                                                  # bit k-1 of the state is a_{i-k}
+            l = torch.cat([l, l + v[:, i:i + piece, k:k + 1]], -1)             # (B, n, 2^k)
+        a = l >= t[:, i:i + piece].unsqueeze(-1)                               # (B, n, S) the action in every state
+        if i == 0:
+            a[:, 0] = True
+        n = a.size(1)
+        a = F.pad(a, (0, 0, 0, 2 ** max(1, (n - 1).bit_length()) - n))         # (B, N, S), N a power of two
+
+        # two bytes at a time need no look-up: the first action picks the odd or the even states of the second byte
+        one, two = a[:, 0::2], a[:, 1::2]                                      # (B, N/2, S) each
+        two = torch.where(one.unflatten(2, (2, -1)), two[:, :, None, 1::2], two[:, :, None, 0::2]).flatten(2)
+        f = (torch.arange(S, device=v.device) << 2 | (one.byte() << 1 | two.byte())) & (S - 1)
+        levels = [f]                                                           # state after two bytes, for every state
+        while f.size(1) > 1:
+            f = f[:, 1::2].gather(2, f[:, 0::2])                               # second after first: half as many
+            levels.append(f)
+        before = state                                                         # (B, 1)
+        state = f.gather(2, state.unsqueeze(-1)).squeeze(-1)                   # (B, 1) behind the piece
+        for f in reversed(levels[:-1]):
+            after = f[:, 0::2].gather(2, before.unsqueeze(-1)).squeeze(-1)     # behind each first half
+            before = torch.stack([before, after], 2).flatten(1)                # twice as many
+        pair = torch.stack([one, two], 2).gather(3, before[:, :, None, None].expand(-1, -1, 2, 1))   # (B, N/2, 2, 1)
+        out.append(pair.flatten(1)[:, :n])
+    return torch.cat(out, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,12 @@ Every setting is a field of TrainConfig (or of ModelConfig, in model.py) and a f
 is in out/<run>: ckpt.pt, config.json and log.jsonl, one JSON object a line.
 """
 import argparse
+import ctypes
 import difflib
+import functools
 import glob
 import inspect
+import itertools
 import json
 import math
 import os
@@ -20,7 +23,6 @@ import re
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -71,14 +73,22 @@ class TrainConfig(ModelConfig):
 
 # paper, appendix: sizes, learning rates and warm-up; steps = its bytes / (rows * T)
 PRESETS = {
-    "tiny": dict(n_embd=96, n_head=3, n_enc=1, n_main=3, n_dec=1, window=32, row_bytes=256, batch_rows=32, max_steps=1000,
-                 warmup_steps=100, lr=2e-3, log_every=20, eval_every=200, eval_bytes=200000, save_every=200),
-    "20m": dict(n_embd=384, n_head=6, n_enc=2, n_main=6, n_dec=2, batch_rows=32, max_steps=6332, warmup_steps=473, lr=3e-3),
-    "40m": dict(n_embd=512, n_head=8, n_enc=4, n_main=6, n_dec=4, batch_rows=64, max_steps=5722, warmup_steps=420, lr=2.4e-3),
-    "90m": dict(n_embd=768, n_head=12, n_enc=4, n_main=6, n_dec=4, batch_rows=128, max_steps=6485, warmup_steps=477, lr=2e-3),
+    "tiny": dict(n_embd=96, n_head=3, n_enc=1, n_main=3, n_dec=1, window=32, row_bytes=256, batch_rows=32,
+                 max_steps=800, warmup_steps=100, lr=4e-3, gate_lr=2.0,
+                 log_every=20, eval_every=200, eval_bytes=200000, save_every=200),
+    "20m": dict(n_embd=384, n_head=6, n_enc=2, n_main=6, n_dec=2, batch_rows=32,
+                max_steps=6332, warmup_steps=473, lr=3e-3),
+    "40m": dict(n_embd=512, n_head=8, n_enc=4, n_main=6, n_dec=4, batch_rows=64,
+                max_steps=5722, warmup_steps=420, lr=2.4e-3),
+    "90m": dict(n_embd=768, n_head=12, n_enc=4, n_main=6, n_dec=4, batch_rows=128,
+                max_steps=6485, warmup_steps=477, lr=2e-3),
     "147m": dict(),   # the defaults above
 }
-CHOICES = dict(preset=["auto", *PRESETS], dtype=["auto", "bf16", "fp32"], compile=["auto", "on", "off"], schedule=["cosine", "wsd"])
+CHOICES = dict(preset=["auto", *PRESETS], dtype=["auto", "bf16", "fp32"], compile=["auto", "on", "off"],
+               schedule=["cosine", "wsd"])
+LEAST = dict(n_embd=2, n_head=1, window=1, policy_window=1, row_bytes=2, batch_rows=1, accum_steps=1,
+             log_every=1, eval_every=1, save_every=1, eval_bytes=1)   # all other numbers start at 0
+MOST = dict(policy_window=12, gamma=1, lambda_early=1)
 
 
 def parse_flags(argv):
@@ -95,14 +105,15 @@ def parse_flags(argv):
                                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = lambda message: fail(f"{message.replace('argument ', '')}; see python train.py --help")
     for f in fields(TrainConfig):
-        kind = dict(type=true_or_false, nargs="?", const=True) if f.type in (bool, "bool") else dict(type=type(f.default))
+        kind = dict(type=true_or_false, nargs="?", const=True) if f.type is bool else dict(type=f.type)
         text = f"{comment[f.name]} (default {f.default})".replace("%", "%%")
         parser.add_argument(f"--{f.name}", help=text, metavar=f.name.upper(), **kind)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].split("=")[0].lstrip("-")
         near = difflib.get_close_matches(name, [f.name for f in fields(TrainConfig)], 1, 0.5)
-        fail(f"unknown setting {unknown[0]}" + (f"; did you mean --{near[0]}?" if near else "; see python train.py --help"))
+        hint = f"did you mean --{near[0]}?" if near else "see python train.py --help"
+        fail(f"unknown setting {unknown[0]}; {hint}")
     return vars(given)
 
 
@@ -149,27 +160,29 @@ def check(cfg, world):
     for name, options in CHOICES.items():
         if getattr(cfg, name) not in options:
             fail(f"--{name} {getattr(cfg, name)}: choose one of {', '.join(options)}")
-    for name, low, high in (("n_embd", 2, 1e9), ("n_head", 1, 1e9), ("n_enc", 0, 1e9), ("n_main", 0, 1e9), ("n_dec", 0, 1e9),
-                            ("window", 1, 1e9), ("policy_window", 1, 12), ("gamma", 0, 1), ("lambda_early", 0, 1), ("row_bytes", 2, 1e9),
-                            ("batch_rows", 1, 1e9), ("accum_steps", 1, 1e9), ("pairs", 0, 1e9), ("max_steps", 0, 1e12), ("warmup_steps", 0, 1e12),
-                            ("log_every", 1, 1e12), ("eval_every", 1, 1e12), ("save_every", 1, 1e12), ("eval_bytes", 1, 1e15),
-                            ("lr", 0, 1e3), ("gate_lr", 0, 1e6), ("grad_clip", 0, 1e9), ("seed", 0, 2 ** 40)):
-        if not low <= getattr(cfg, name) <= high:
-            fail(f"--{name} {getattr(cfg, name)} is out of range; give {low:g} to {high:g}")
+    for f in fields(cfg):
+        value, low, high = getattr(cfg, f.name), LEAST.get(f.name, 0), MOST.get(f.name, 1e15)
+        if not isinstance(value, (str, bool)) and not low <= value <= high:
+            fail(f"--{f.name} {value} is out of range; give {low} to {high:g}")
     if not 0 < cfg.rate < 1:
         fail(f"--rate {cfg.rate:g}: a target share of bytes with a boundary lies between 0 and 1; 0.2 is one in five")
-    if cfg.n_embd % cfg.n_head or cfg.n_embd // cfg.n_head % 2:
-        fail(f"--n_embd {cfg.n_embd} --n_head {cfg.n_head}: heads need an even width each; n_embd must be a multiple of {2 * cfg.n_head}")
+    if cfg.n_embd % (2 * cfg.n_head):
+        fail(f"--n_embd {cfg.n_embd} --n_head {cfg.n_head}: heads need an even width each; "
+             f"n_embd must be a multiple of {2 * cfg.n_head}")
     parts = world * cfg.accum_steps
     for name in ("batch_rows", "pairs"):
         value = getattr(cfg, name)
         if value % parts:
-            near = " or ".join(str(v) for v in (value - value % parts, value - value % parts + parts) if v or name == "pairs")
-            fail(f"--{name} {value} does not divide into {world} ranks x {cfg.accum_steps} micro-steps; the nearest that do: {near}")
+            low = value - value % parts
+            near = f"{low} or {low + parts}" if low or name == "pairs" else f"{parts}"
+            fail(f"--{name} {value} does not divide into {world} ranks x {cfg.accum_steps} micro-steps; "
+                 f"the nearest that do: {near}")
     if 2 * cfg.pairs > cfg.batch_rows:
-        fail(f"--pairs {cfg.pairs} takes {2 * cfg.pairs} rows, but there are --batch_rows {cfg.batch_rows}; at most {cfg.batch_rows // 2} pairs")
+        fail(f"--pairs {cfg.pairs} takes {2 * cfg.pairs} rows, but there are --batch_rows {cfg.batch_rows}; "
+             f"at most {cfg.batch_rows // 2} pairs")
     if cfg.batch_relative and (cfg.batch_rows - 2 * cfg.pairs) // cfg.accum_steps == 1:
-        fail("one row has no batch to be relative to: use more --batch_rows, fewer --accum_steps, or --batch_relative false")
+        fail("one row has no batch to be relative to: use more --batch_rows, or fewer --accum_steps, "
+             "or --batch_relative false")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,6 +198,16 @@ def learning_rate(cfg, step):
     return min(1.0, (cfg.max_steps - step) / (0.4 * cfg.max_steps))
 
 
+def keep_freed_memory():
+    """Tell glibc to keep freed memory: by default it hands it back every step, and every page comes back by a fault."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2 ** 31 - 1)   # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2 ** 30)       # M_MMAP_THRESHOLD
+    except (AttributeError, OSError, TypeError):
+        pass   # another C library: nothing to tell
+
+
 def compiler_works(device):
     """Compile a trifle. Compilers fail in many ways (none installed, no triton, no headers); all mean: run eagerly."""
     try:
@@ -196,13 +219,25 @@ def compiler_works(device):
 
 
 def save(path, **content):
-    """Write a checkpoint beside its place, flush it to the disk, then rename: a kill leaves the old one or the new one."""
+    """Write a checkpoint beside its place, flush it to the disk, then rename: a kill leaves the old or the new one."""
     tmp = f"{path}.tmp"
     with open(tmp, "wb") as f:
         torch.save(content, f)
         f.flush()
         os.fsync(f.fileno())
     os.replace(tmp, path)
+
+
+def open_log(path, step):
+    """Open log.jsonl for appending, without what came after `step` and without a half-written last line."""
+    keep = []
+    if step >= 0 and os.path.exists(path):
+        with open(path) as f:
+            keep = [line for line in f if line.endswith("\n") and json.loads(line)["step"] <= step]
+    with open(path + ".tmp", "w") as f:
+        f.writelines(keep)
+    os.replace(path + ".tmp", path)
+    return open(path, "a", buffering=1)
 
 
 def run_folder(cfg):
@@ -212,9 +247,9 @@ def run_folder(cfg):
         if os.path.exists(os.path.join(path, "ckpt.pt")) and not cfg.resume:
             fail(f"{path} holds a run already; --resume goes on with it, another --name starts beside it")
         return path
-    base = f"{cfg.preset}-{re.sub(r'[^A-Za-z0-9_-]+', '-', os.path.basename(os.path.normpath(cfg.data))).strip('-') or 'data'}"
-    free = (n for n in ("", *(f"-{k}" for k in range(2, 10000))) if not os.path.exists(os.path.join(cfg.out_dir, base + n)))
-    cfg.name = base + next(free)
+    base = f"{cfg.preset}-{re.sub(r'[^A-Za-z0-9_-]+', '-', os.path.basename(os.path.normpath(cfg.data))).strip('-')}"
+    names = itertools.chain([base], (f"{base}-{k}" for k in itertools.count(2)))
+    cfg.name = next(n for n in names if not os.path.exists(os.path.join(cfg.out_dir, n)))
     return os.path.join(cfg.out_dir, cfg.name)
 
 
@@ -223,15 +258,37 @@ def clock(seconds):
     return f"{seconds // 3600}h{seconds // 60 % 60:02d}m" if seconds >= 3600 else f"{seconds // 60}m{seconds % 60:02d}s"
 
 
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}   # dense bf16, per GPU
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}   # bf16, dense
+
+
+def peak_flops(device, world):
+    """FLOP/s that all GPUs have together, or None where that is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((v * 1e12 * world for k, v in PEAK_TFLOPS.items() if k in name), None)
+
+
+def look(model, text, cfg, rank, world):
+    """Evaluate on held-out text -> numbers, and lines to print: a summary and two places of the text, cut."""
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):   # other shapes than in training: graphs of their own would not pay
+        e = evaluate(model, text, cfg.row_bytes, max(1, 8192 // cfg.row_bytes), -(-cfg.eval_bytes // cfg.row_bytes),
+                     rank, world)
+        lines = [f"{e['bpb']:.4f} bits per byte, early exit {e['early_bpb']:.4f} | boundaries: greedy {e['greedy_rate']:.3f}, "
+                 f"sampled {e['sampled_rate']:.3f}, at word-ends {e['word_end']:.3f}, elsewhere {e['other']:.3f}"]
+        for at in (0, len(text.data) // 2):
+            piece = bytes(text.data[at:at + 110])
+            lines.append("    " + cut(piece, boundaries(model, piece, cfg.row_bytes)[1].tolist(), one_line=True))
+    model.train()
+    return e, lines
 
 
 def main(argv=None):
-    # ------------------------------------------------------------------------------------------- set-up
+    # -- set-up
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cfg, ckpt = settings(argv)
     check(cfg, world)
-    say = print if rank == 0 else lambda *args, **kwargs: None
+    say = functools.partial(print, flush=True) if rank == 0 else lambda *args: None
+    keep_freed_memory()
     device = torch.device(cfg.device)
     if world > 1:
         if device.type == "cuda":
@@ -239,8 +296,6 @@ def main(argv=None):
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     wait = dist.barrier if world > 1 else lambda: None
-
-    out = None
     if rank == 0:
         out = run_folder(cfg)
         try:
@@ -249,20 +304,19 @@ def main(argv=None):
                 json.dump(asdict(cfg), f, indent=1)
         except OSError as e:
             fail(f"cannot write to {out}: {e.strerror}; give --out_dir a folder that can be written")
-        say(f"{'no CUDA device: ' if not torch.cuda.is_available() else ''}preset {cfg.preset} on {cfg.data}, {device.type} x {world}, "
-            f"{cfg.dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads -> {out}", flush=True)
+        say(f"{'' if torch.cuda.is_available() else 'no CUDA device: '}preset {cfg.preset} on {cfg.data}, "
+            f"{world} x {device.type}, {cfg.dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads -> {out}")
 
-    # ------------------------------------------------------------------------------------------- data
+    # -- data: rank 0 prepares it, the others find it done
     if rank:
-        wait()   # rank 0 prepares, the others find it done
+        wait()
     train_text, val_text = load(cfg.data, cfg.data_dir)
     if rank == 0:
         wait()
     loader = Loader(train_text, cfg.row_bytes, cfg.seed)
-    say(f"text: {len(train_text.data):,} bytes to train on, {len(val_text.data):,} held out; "
-        f"one epoch is {loader.n * cfg.row_bytes:,} bytes", flush=True)
+    say(f"text: {len(train_text.data):,} bytes to train on, {len(val_text.data):,} held out")
 
-    # ------------------------------------------------------------------------------------------- model and optimiser
+    # -- model, optimiser
     torch.manual_seed(cfg.seed)
     model = ByteLM(cfg)
     if ckpt:
@@ -270,124 +324,108 @@ def main(argv=None):
     model.to(device)
     optimizer = torch.optim.AdamW(param_groups(model, cfg.lr, cfg.gate_lr, cfg.weight_decay), lr=cfg.lr,
                                   betas=(cfg.beta1, cfg.beta2), fused=device.type != "mps")
-    start, row = 0, 0
+    start, row = 0, 0   # steps done; the next row of the loader
     if cfg.resume:
         optimizer.load_state_dict(ckpt["optimizer"])
         start, row = ckpt["step"], ckpt["row"]
         say(f"resuming {cfg.name} at step {start}")
     del ckpt
-    if cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda":
-        if compiler_works(device):   # in place, part by part: the state's names stay as they are
-            model.encoder.compile()
-            model.decoder.compile()
-            model.main.compile(dynamic=True)   # the number of chunks changes from step to step
+    if (cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda") and compiler_works(device):
+        model.encoder.compile()   # in place and part by part: the names in a checkpoint stay as they are
+        model.decoder.compile()
+        model.main.compile(dynamic=True)   # the number of chunks changes from step to step
     trained = DistributedDataParallel(model) if world > 1 else model   # gradients go through this; all else uses `model`
-    count = sum(p.numel() for p in model.parameters())
-    say(f"model: {count:,} parameters, {flops_per_byte(cfg, cfg.row_bytes, cfg.rate) / 1e6:.1f} MFLOP a byte at rate {cfg.rate:g}", flush=True)
+    say(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"{flops_per_byte(cfg, cfg.row_bytes, cfg.rate) / 1e6:.1f} MFLOP a byte at rate {cfg.rate:g}")
     if cfg.warmup_steps > cfg.max_steps // 2:
         say(f"note: warm-up cut from {cfg.warmup_steps} to {cfg.max_steps // 2} steps, half the run")
-    autocast = lambda: torch.autocast(device.type, torch.bfloat16) if cfg.dtype == "bf16" else nullcontext()
-    peak = next((v * 1e12 for k, v in PEAK_TFLOPS.items() if device.type == "cuda" and k in torch.cuda.get_device_name(device)), None)
+    autocast = lambda: torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bf16")
+    peak = peak_flops(device, world)
 
-    # ------------------------------------------------------------------------------------------- log, signals
-    log = None
-    if rank == 0:
-        path = os.path.join(out, "log.jsonl")
-        lines = []
-        if cfg.resume and os.path.exists(path):   # drop what came after the checkpoint
-            lines = [line for line in open(path) if line.endswith("\n") and json.loads(line)["step"] <= start]
-        with open(path + ".tmp", "w") as f:
-            f.writelines(lines)
-        os.replace(path + ".tmp", path)
-        log = open(path, "a", buffering=1)
+    # -- log, signals
+    log = open_log(os.path.join(out, "log.jsonl"), start if cfg.resume else -1) if rank == 0 else None
 
     def record(**values):
         if log:
             log.write(json.dumps({k: None if v != v else v for k, v in values.items()}) + "\n")   # JSON has no NaN
 
     stop = []
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda number, frame: stop.append(signal.Signals(number).name))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, frame: stop.append(signal.Signals(n).name))
 
-    # ------------------------------------------------------------------------------------------- the loop
-    begin = last_time = time.time()
-    last_bytes = 0
+    # -- the loop: one pass more than there are steps, so that the end is evaluated and saved
+    parts = world * cfg.accum_steps
+    b = cfg.batch_rows // parts   # rows a rank computes in a micro-step
+    begin = clock_start = time.time()
+    paused, seen = 0.0, 0   # since the last log line: seconds not spent training, bytes of text
     for step in range(start, cfg.max_steps + 1):
         last = step == cfg.max_steps
         stopping = bool(stop)
-        if world > 1 and (step % cfg.log_every == 0 or last):   # ranks must agree when to stop
-            flag = torch.tensor(float(stopping), device=device)
-            stopping = bool(all_sum(flag))
-        elif world > 1:
-            stopping = False
+        if world > 1:   # ranks must stop together; they ask each other at every log line
+            stopping = (step % cfg.log_every == 0 or last) and bool(all_sum(torch.tensor(float(stopping), device=device)))
 
+        pause = time.time()
         if (step % cfg.eval_every == 0 or last) and not (cfg.resume and step == start):
-            eval_time = time.time()
-            model.eval()
-            with autocast(), torch.compiler.set_stance("force_eager"):   # other shapes: graphs of their own would not pay
-                e = evaluate(model, val_text, cfg.row_bytes, max(1, 8192 // cfg.row_bytes), -(-cfg.eval_bytes // cfg.row_bytes), rank, world)
-                say(f"eval {step:>5}: {e['bpb']:.4f} bits per byte, early exit {e['early_bpb']:.4f}; boundaries: greedy {e['greedy_rate']:.3f}, "
-                    f"sampled {e['sampled_rate']:.3f}, at word-ends {e['word_end']:.3f}, at other bytes {e['other']:.3f}")
-                for k in (0, 1):   # two lines of held-out text, cut
-                    at = k * len(val_text.data) // 2
-                    text = bytes(val_text.data[at:at + 110])
-                    say("    " + cut(text, boundaries(model, text, max(2, cfg.row_bytes))[1].tolist(), one_line=True), flush=True)
-            model.train()
+            with autocast():
+                e, lines = look(model, val_text, cfg, rank, world)
+            say(f"eval {step}: " + "\n".join(lines))
             record(step=step, kind="eval", **e)
-            last_time += time.time() - eval_time   # evaluation does not count as training time
-
-        if (step % cfg.save_every == 0 and step > start or last or stopping) and rank == 0:
+        if rank == 0 and (step % cfg.save_every == 0 and step > start or last or stopping):
             try:
-                save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, row=row, config=asdict(cfg))
+                save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(),
+                     step=step, row=row, config=asdict(cfg))
             except OSError as e:
                 fail(f"cannot save to {out}: {e.strerror}; the last good checkpoint is kept")
+        paused += time.time() - pause
         if last or stopping:
             break
 
+        # one step; rank and micro-step choose this slice of the global batch and of its noise
         share = learning_rate(cfg, step)
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * share
-
-        # the global batch: this rank and micro-step take slices of its rows and of its noise
-        parts = world * cfg.accum_steps
-        b, k = cfg.batch_rows // parts, (cfg.pairs // parts if step < cfg.pair_steps else 0)   # rows, pairs a slice
-        noise = torch.Generator(device).manual_seed(cfg.seed * 1000003 + step)
-        u = torch.rand(cfg.batch_rows, cfg.row_bytes, generator=noise, device=device)
-        stats = None
+        twins = cfg.pairs // parts if step < cfg.pair_steps else 0
+        generator = torch.Generator(device).manual_seed(cfg.seed * 1000003 + step)
+        u = torch.rand(cfg.batch_rows, cfg.row_bytes, generator=generator, device=device)
+        stats = 0
         for micro in range(cfg.accum_steps):
             part = micro * world + rank
-            x, y = loader.rows(row + part * (b - k), b - k)
-            if world > 1:
-                trained.require_backward_grad_sync = micro == cfg.accum_steps - 1   # before forward, or it has no effect
+            x, y = loader.rows(row + part * (b - twins), b - twins)
+            if world > 1:   # before forward, or it has no effect
+                trained.require_backward_grad_sync = micro == cfg.accum_steps - 1
             with autocast():
-                result = trained(x.to(device, non_blocking=True), y.to(device, non_blocking=True), u[part * b:(part + 1) * b], k)
+                result = trained(x.to(device), y.to(device), u[part * b:(part + 1) * b], twins)
             (result["loss"] / cfg.accum_steps).backward()
-            now = torch.stack(list(result["stats"].values()))
-            stats = now if stats is None else stats + now
+            stats = stats + torch.stack(list(result["stats"].values()))
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        row += parts * (b - k)
-        last_bytes += parts * (b - k) * cfg.row_bytes
+        row += parts * (b - twins)
+        seen += parts * (b - twins) * cfg.row_bytes
 
-        if (step + 1) % cfg.log_every == 0 or step + 1 == cfg.max_steps:
-            s = dict(zip(result["stats"], (all_sum(stats) / parts).tolist()))
-            seconds = time.time() - last_time
-            speed, last_bytes, last_time = last_bytes / seconds, 0, time.time()
-            twin_share = b / (b - k)   # rows computed for a row of text
-            mfu = f"{speed * twin_share * flops_per_byte(cfg, cfg.row_bytes, s['rate']) / (peak * world):.1%}" if peak else "n/a"
-            eta = (time.time() - begin) / (step + 1 - start) * (cfg.max_steps - step - 1)
-            say(f"step {step + 1:>5}/{cfg.max_steps} {(step + 1) / cfg.max_steps:>4.0%} | late {s['late'] / math.log(2):.3f} early {s['early'] / math.log(2):.3f} "
-                f"| rate {s['rate']:.3f} | lr {cfg.lr * share:.2e} | grad {float(grad_norm):.2f} | {speed / 1e3:.1f} kB/s | mfu {mfu} | eta {clock(eta)}", flush=True)
-            record(step=step + 1, kind="train", bytes=row * cfg.row_bytes, late_bpb=s["late"] / math.log(2), early_bpb=s["early"] / math.log(2),
-                   rate=s["rate"], entropy=s["entropy"], advantage_std=s["adv_std"], lr=cfg.lr * share, grad_norm=float(grad_norm), kB_per_s=speed / 1e3)
+        done = step + 1
+        if done % cfg.log_every == 0 or done == cfg.max_steps:
+            s = dict(zip(result["stats"], (all_sum(stats) / parts).tolist()))   # means over micro-steps and ranks
+            now = time.time()
+            speed = seen / (now - clock_start - paused)
+            flops = speed * b / (b - twins) * flops_per_byte(cfg, cfg.row_bytes, s["rate"])
+            mfu = f"{flops / peak:.1%}" if peak else "n/a"
+            clock_start, paused, seen = now, 0.0, 0
+            late, early = s["late"] / math.log(2), s["early"] / math.log(2)
+            say(f"step {done}/{cfg.max_steps} {done / cfg.max_steps:.0%} | late {late:.3f} early {early:.3f} "
+                f"| rate {s['rate']:.3f} | lr {cfg.lr * share:.2e} | grad {float(grad_norm):.2f} | {speed / 1e3:.1f} kB/s "
+                f"| mfu {mfu} | eta {clock((now - begin) / (done - start) * (cfg.max_steps - done))}")
+            record(step=done, kind="train", bytes=row * cfg.row_bytes, late_bpb=late, early_bpb=early, rate=s["rate"],
+                   entropy=s["entropy"], advantage_std=s["adv_std"], lr=cfg.lr * share, grad_norm=float(grad_norm),
+                   kB_per_s=speed / 1e3)
 
-    # ------------------------------------------------------------------------------------------- the end
+    # -- the end
     wait()
     if stopping:
-        say(f"stopped by {stop[0] if stop else 'another rank'} at step {step}; saved. Go on with: python train.py --name {cfg.name} --resume")
+        say(f"stopped by {stop[0] if stop else 'another rank'} at step {step} and saved; "
+            f"go on with: python train.py --resume --name {cfg.name}")
     else:
-        say(f"done in {clock(time.time() - begin)}. Look at its words: python eval.py boundaries {out} --html words.html")
+        say(f"done in {clock(time.time() - begin)}; see its words: python eval.py boundaries {'' if rank else out}")
     if world > 1:
         dist.destroy_process_group()
 
