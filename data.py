@@ -60,7 +60,7 @@ class Corpus:
         return np.where(i == self.ends[doc], SEPARATOR, byte)
 
     def window(self, first, T):
-        """Rows that start at stream positions `first` (B,) -> x, y (B,T) int64 tensors; past the end there is no target."""
+        """Rows that start at stream positions `first` (B,) -> x, y (B,T) int64; past the end there is no target."""
         pos = np.asarray(first)[:, None] + np.arange(T)             # (B, T)
         inside = pos < len(self)
         ids = self.read(np.minimum(pos, len(self) - 1))
@@ -81,7 +81,8 @@ def load(data, data_dir="data"):
         if len(files) == 1:   # read where it lies
             raw = np.memmap(files[0], dtype=np.uint8, mode="r")
             return split(raw, np.zeros(1, np.int64), cut=None, name=data)
-        key = hashlib.sha256(repr([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode()).hexdigest()
+        state = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        key = hashlib.sha256(repr(state).encode()).hexdigest()
         return packed(Path(data_dir) / f"packed-{key[:16]}", lambda: files, data)
     except OSError as e:
         fail(f"cannot read {e.filename or data}: {e.strerror or e}")
@@ -90,10 +91,15 @@ def load(data, data_dir="data"):
 def expand(data):
     """A file, folder or glob -> its non-empty files, sorted. Hidden files and folders are left out."""
     if os.path.isdir(data):
-        found = [Path(root) / f for root, dirs, names in os.walk(data, onerror=lambda e: fail(f"cannot read {e.filename}: {e.strerror}"))
-                 for f in names if not any(part.startswith(".") for part in (Path(root) / f).relative_to(data).parts)]
+        def unreadable(e):
+            fail(f"cannot read {e.filename}: {e.strerror}")
+        found = []
+        for root, folders, names in os.walk(data, onerror=unreadable):
+            folders[:] = [d for d in folders if not d.startswith(".")]
+            found += [Path(root) / n for n in names if not n.startswith(".")]
     else:
-        found = [Path(data)] if os.path.isfile(data) else [Path(f) for f in glob.glob(data, recursive=True) if os.path.isfile(f)]
+        found = [Path(p) for p in ([data] if os.path.exists(data) else glob.glob(data, recursive=True))]
+    found = [f for f in found if f.is_file()]
     if not found:
         fail(f"no such file, folder or glob: {data}; give --data a path that exists, or docs")
     files = sorted(f for f in found if f.stat().st_size)
@@ -152,7 +158,8 @@ def split(data, starts, cut, name):
 
 def doc_roots():
     """The folders of the standard library, NumPy and PyTorch."""
-    return [sysconfig.get_path("stdlib")] + [os.path.dirname(importlib.util.find_spec(m).origin) for m in ("numpy", "torch")]
+    packages = [os.path.dirname(importlib.util.find_spec(m).origin) for m in ("numpy", "torch")]
+    return [sysconfig.get_path("stdlib"), *packages]
 
 
 def docstrings():
@@ -163,7 +170,8 @@ def docstrings():
         files = [f for f in files if "site-packages" not in f.relative_to(root).parts]
         for k, f in enumerate(files):
             if k % 100 == 0:
-                print(f"\rdocs: reading docstrings of {os.path.basename(root)}, file {k} of {len(files)}  ", end="", flush=True)
+                name = os.path.basename(root)
+                print(f"\rdocs: reading docstrings of {name}, file {k} of {len(files)}  ", end="", flush=True)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -192,7 +200,7 @@ class Loader:
             fail(f"text too short: {corpus.name} has {len(corpus)} bytes to train on, one row takes {T}; "
                  f"give more text or --row_bytes {max(1, len(corpus))} or less")
         self.corpus, self.T, self.seed = corpus, T, seed
-        self.n = max(1, len(corpus) // T - 1)                        # windows an epoch; one less leaves room for the offset
+        self.n = max(1, len(corpus) // T - 1)                        # windows an epoch; one less leaves room to shift
         self.epoch = -1
 
     def rows(self, first, count):

@@ -32,7 +32,7 @@ WHITESPACE[[9, 10, 11, 12, 13, 32]] = True
 # checkpoints
 
 def read_checkpoint(path):
-    """A run's folder or a checkpoint file -> dict of tensors and plain values. SystemExit(2) where it cannot be read."""
+    """A run's folder or a checkpoint file -> dict of tensors and plain values; SystemExit(2) where it cannot be read."""
     path = Path(path)
     path = path / "ckpt.pt" if path.is_dir() else path
     if not path.exists():
@@ -46,12 +46,12 @@ def read_checkpoint(path):
 
 def load_weights(model, weights, path):
     """Copy weights into model; SystemExit(2) when they belong to another shape of model."""
+    shape = lambda state, k: tuple(state[k].shape) if k in state else "missing"
     mine = model.state_dict()
-    bad = [f"{k} {tuple(weights[k].shape) if k in weights else 'missing'}, here {tuple(mine[k].shape) if k in mine else 'missing'}"
-           for k in sorted(mine.keys() | weights.keys())
-           if k not in mine or k not in weights or mine[k].shape != weights[k].shape]
+    bad = [k for k in sorted(mine.keys() | weights.keys()) if shape(mine, k) != shape(weights, k)]
     if bad:
-        fail(f"{path} holds another shape of model: {bad[0]} ({len(bad)} differ); use the settings it was trained with")
+        fail(f"{path} holds another shape of model: {bad[0]} is {shape(weights, bad[0])} there, {shape(mine, bad[0])} here "
+             f"({len(bad)} differ); use the settings it was trained with")
     model.load_state_dict(weights)
 
 
@@ -85,20 +85,21 @@ def evaluate(model, corpus, T, batch_rows=32, max_rows=0, rank=0, world=1):
         out = model(x.to(device))
         late, early = nll(out["logits"], y.to(device)).sum(), nll(out["early_logits"], y.to(device)).sum()
         a = out["a"].cpu()
-        u = (noise + 0.618034 * torch.from_numpy(first[i:i + batch_rows] // T)[:, None]) % 1   # the row's own, always the same
+        number = torch.from_numpy(first[i:i + batch_rows] // T)[:, None]
+        u = (noise + 0.618034 * number) % 1                                           # each row its own, always the same
         sampled = model.policy.sample(out["v"], u.float().to(device)).cpu()
         byte = (x != SEPARATOR) & (y != NO_TARGET).flip(1).cumsum(1).flip(1).bool()   # text, not padding
         byte[:, 0] = False                                                            # its boundary is forced
         word_end = byte & WHITESPACE[x] & ~WHITESPACE[x.roll(1, 1)] & (x.roll(1, 1) != SEPARATOR)
         inside = byte & (y >= 128) & (y < 192)
         other = byte & ~word_end
-        counts = [(y != NO_TARGET), byte, a & byte, sampled & byte, word_end, a & word_end, other, a & other, a & inside]
+        counts = [y != NO_TARGET, byte, a & byte, sampled & byte, word_end, a & word_end, other, a & other, a & inside]
         total += torch.stack([late.cpu().double(), early.cpu().double()] + [c.sum().double() for c in counts])
     late, early, targets, n_byte, greedy, drawn, ends, end_hits, others, other_hits, inside = all_sum(total).tolist()
     share = lambda a, b: a / b if b else float("nan")
-    return dict(bpb=share(late, targets) / math.log(2), early_bpb=share(early, targets) / math.log(2), bytes=int(targets),
-                greedy_rate=share(greedy, n_byte), sampled_rate=share(drawn, n_byte), word_end=share(end_hits, ends),
-                other=share(other_hits, others), inside_char=share(inside, greedy))
+    return dict(bpb=share(late, targets) / math.log(2), early_bpb=share(early, targets) / math.log(2),
+                bytes=int(targets), greedy_rate=share(greedy, n_byte), sampled_rate=share(drawn, n_byte),
+                word_end=share(end_hits, ends), other=share(other_hits, others), inside_char=share(inside, greedy))
 
 
 @torch.no_grad()
@@ -127,7 +128,7 @@ def cut(text, a, one_line=False):
     out, i = [], 0
     for c, n in characters(text):
         if one_line:
-            c = {"\n": "\u23ce", "\t": "\u2192", "\r": "\u240d"}.get(c, c)
+            c = SHOWN.get(c, c) if c != " " else c
         out.append(c + ("|" if any(a[i:i + n]) else ""))
         i += n
     return "".join(out)
@@ -137,20 +138,25 @@ def cut(text, a, one_line=False):
 # heat map
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Boundaries: {title}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Boundaries: {title}</title>
 <style>
-:root {{ color-scheme: light dark; --ink: #1b1b1f; --paper: #ffffff; --faint: #6b6b76; --cut: #b00040; --heat: 255, 140, 0; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #ececf1; --paper: #17171b; --faint: #9a9aa6; --cut: #ff6f9c; --heat: 235, 120, 0; }} }}
-body {{ font: 16px/1.9 ui-monospace, Menlo, Consolas, monospace; color: var(--ink); background: var(--paper); max-width: 60em; margin: 2em auto; padding: 0 1em; }}
-h1 {{ font-size: 1.2em; }} p, table {{ font-size: 0.85em; color: var(--faint); }} td {{ padding-right: 2em; }}
-#text {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
-#text span {{ padding: 0.15em 0; }} .b {{ border-right: 2px solid var(--cut); }} .w {{ color: var(--faint); }}
+:root {{ color-scheme: light dark; --ink: #1b1b1f; --paper: #fff; --faint: #5c5c66; --cut: #b00040; --heat: 255, 140, 0; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #f2f2f6; --paper: #17171b; --faint: #a5a5b0; --cut: #ff7fa8; --heat: 225, 110, 0; }} }}
+body {{ font: 16px/1.9 ui-monospace, Menlo, Consolas, monospace; color: var(--ink); background: var(--paper);
+  max-width: 60em; margin: 2em auto; padding: 0 1em; }}
+h1 {{ font-size: 1.2em; }} .note {{ font-size: 0.85em; color: var(--faint); }} td {{ padding-right: 2em; }}
+#text {{ white-space: pre-wrap; overflow-wrap: anywhere; margin-top: 1.5em; }}
+span {{ padding: 0.15em 0; color: var(--ink); }} .b {{ border-right: 2px solid var(--cut); }} .w {{ opacity: 0.75; }}
 {levels}
 </style></head><body><h1>Boundaries: {title}</h1>
-<p>The darker a character, the likelier a boundary after it: {legend} A line on its right is a boundary that was chosen. Hover for numbers.</p>
-<table>{rows}</table><p></p>
+<p class="note">The stronger a character's colour, the likelier a boundary after it: {legend}
+A line on its right is a boundary that was chosen. Hover for numbers.</p>
+<table class="note">{rows}</table>
 <div id="text">{body}</div></body></html>
 """
+SHOWN = {" ": "\u00b7", "\n": "\u23ce", "\t": "\u2192", "\r": "\u240d"}   # white space, made visible
 
 
 def heat_map(text, p, a, title, table):
@@ -159,7 +165,7 @@ def heat_map(text, p, a, title, table):
     for c, n in characters(text):
         here, chosen = p[i:i + n], any(a[i:i + n])
         level = round(10 * max(here))
-        shown = {" ": "\u00b7", "\n": "\u23ce", "\t": "\u2192", "\r": "\u240d"}.get(c, c if c.isprintable() else repr(c)[1:-1])
+        shown = SHOWN.get(c, c if c.isprintable() else repr(c)[1:-1])
         kind = f"h{level}" + (" b" if chosen else "") + (" w" if c.isspace() else "")
         note = f"byte {i}: p = " + " ".join(f"{q:.3f}" for q in here)
         body.append(f'<span class="{kind}" title="{note}">{html.escape(shown)}</span>' + ("\n" if c == "\n" else ""))
@@ -189,7 +195,8 @@ def boundary_table(text, a):
     inside = np.append((byte[1:] >= 128) & (byte[1:] < 192), False)
     share = lambda hit, of: f"{hit.sum() / of.sum():.3f} ({hit.sum()} of {of.sum()})" if of.sum() else "none there"
     return [("bytes per chunk", f"{len(byte) / max(1, a.sum()):.2f} ({len(byte)} bytes, {a.sum()} boundaries)"),
-            ("word-end bytes with a boundary", share(a & end, end)), ("all other bytes with a boundary", share(a & ~end, ~end)),
+            ("word-end bytes with a boundary", share(a & end, end)),
+            ("all other bytes with a boundary", share(a & ~end, ~end)),
             ("boundaries inside a UTF-8 character", share(a & inside, a))]
 
 
@@ -212,7 +219,8 @@ def command_bpb(args, model, config):
         corpus = Corpus(data[0] if len(data) == 1 else np.concatenate(data), starts, args.data)
     r = evaluate(model, corpus, T, args.batch_rows)
     table(["text", "bytes", "bits per byte", "early exit", "greedy rate", "sampled rate"],
-          [[args.data, str(r["bytes"]), f"{r['bpb']:.4f}", f"{r['early_bpb']:.4f}", f"{r['greedy_rate']:.3f}", f"{r['sampled_rate']:.3f}"]])
+          [[args.data, str(r["bytes"]), f"{r['bpb']:.4f}", f"{r['early_bpb']:.4f}", f"{r['greedy_rate']:.3f}",
+            f"{r['sampled_rate']:.3f}"]])
 
 
 def command_boundaries(args, model, config):
@@ -233,7 +241,8 @@ def command_boundaries(args, model, config):
     if args.html:
         write_text(args.html, heat_map(text, p, a.tolist(), args.file or "text", rows))
     if args.json:
-        write_text(args.json, json.dumps(dict(bytes=len(text), p=[round(q, 6) for q in p], boundary=a.astype(int).tolist())))
+        found = dict(bytes=len(text), p=[round(q, 6) for q in p], boundary=a.astype(int).tolist())
+        write_text(args.json, json.dumps(found))
 
 
 def command_sample(args, model, config):
@@ -241,7 +250,8 @@ def command_sample(args, model, config):
     print(args.prompt, end="", flush=True)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")   # holds a half character back until it is whole
     generator = torch.Generator().manual_seed(args.seed)
-    for byte in model.generate(prompt, args.bytes, config["row_bytes"], args.temperature, args.top_k, args.top_p, generator):
+    for byte in model.generate(prompt, args.bytes, config["row_bytes"], args.temperature, args.top_k, args.top_p,
+                               generator):
         print(decoder.decode(bytes([byte])), end="", flush=True)
     print(decoder.decode(b"", final=True))
 
@@ -249,7 +259,8 @@ def command_sample(args, model, config):
 def main(argv=None):
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")   # an ASCII or piped terminal must not end a run
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.error = lambda message: fail(f"{message}; see python eval.py --help")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 

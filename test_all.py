@@ -215,8 +215,8 @@ def test_rows_do_not_depend_on_neighbours_and_padding_does_not_matter():
     assert torch.allclose(one["loss"], two["loss"], atol=1e-6)
     with torch.no_grad():                                       # huge activations in padding
         h = torch.randn(2, 6, 4)
-        start, g = M.chunk_index(torch.tensor([[1, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]]).bool())
-        c = M.take(h, start)
+        end, g = M.chunk_index(torch.tensor([[1, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]]).bool())
+        c = M.take(h, end)
         c[1, 1:] = 1e4
         assert torch.equal(M.take(c, g)[1], h[1, :1].expand(6, 4))
 
@@ -250,14 +250,14 @@ def test_extreme_logits_stay_finite():
 def test_chunk_index_and_take():
     a = noise(4, 37) < 0.3
     a[:, 0] = True
-    start, g = M.chunk_index(a)
+    end, g = M.chunk_index(a)
     h = torch.randn(4, 37, 6)
-    c = M.take(h, start)
+    c = M.take(h, end)
     up = M.take(c, g)
-    assert start.shape[1] == a.sum(1).max()
+    assert end.shape[1] == a.sum(1).max()
     for b in range(4):
         where = [t for t in range(37) if a[b, t]]
-        assert start[b, :len(where)].tolist() == where
+        assert end[b, :len(where)].tolist() == where
         assert torch.equal(c[b, :len(where)], h[b, where])
         for t in range(37):
             assert torch.equal(up[b, t], h[b, max(s for s in where if s <= t)])
@@ -355,7 +355,7 @@ def phase_share(lambda_pi, steps=150):
     """Train on word_text; the share of (sampled) boundaries at the commonest of the word's six phases."""
     torch.manual_seed(0)
     model = ByteLM(ModelConfig(n_embd=48, n_head=2, n_enc=1, n_main=1, n_dec=1, window=16, rate=1 / 6, lambda_pi=lambda_pi, lambda_target=0.1))
-    optimizer = torch.optim.AdamW(M.param_groups(model, 3e-3, 4.0, 0.1), betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(M.param_groups(model, 3e-3, 12e-3, 0.1), betas=(0.9, 0.95))
     loader = data.Loader(data.Corpus(word_text()), 96, seed=0)
     generator = torch.Generator().manual_seed(0)
     for step in range(steps + 1):
@@ -664,7 +664,7 @@ def trained(text_file):
 
 def test_scores_do_not_depend_on_batch_size_or_padding(text_file):
     model = tiny().eval()
-    corpus = data.Corpus(np.frombuffer(Path(text_file).read_bytes()[:1003], dtype=np.uint8))
+    corpus = data.Corpus(np.frombuffer(Path(text_file).read_bytes()[:1003].replace(b"-", b" "), dtype=np.uint8))
     results = [evaluation.evaluate(model, corpus, 32, batch_rows=b) for b in (1, 7, 64)]
     for r in results[1:]:
         assert r == pytest.approx(results[0], rel=1e-5)

@@ -60,7 +60,7 @@ class TrainConfig(ModelConfig):
     warmup_steps: int = 858       # steps of linear warm-up from a tenth of the peak; at most half the run
     schedule: str = "cosine"      # cosine = down to 0 from the peak on; wsd = stay, then down to 0 over the last 40 %
     lr: float = 1.5e-3            # peak learning rate of AdamW
-    gate_lr: float = 4.0          # the policy's learning rate, in units of lr
+    gate_lr: float = 6e-3         # the same for the policy
     weight_decay: float = 0.1     # of matrices
     beta1: float = 0.9            # AdamW's averages of the gradient
     beta2: float = 0.95           # and of its square
@@ -74,7 +74,7 @@ class TrainConfig(ModelConfig):
 # paper, appendix: sizes, learning rates and warm-up; steps = its bytes / (rows * T)
 PRESETS = {
     "tiny": dict(n_embd=96, n_head=3, n_enc=1, n_main=3, n_dec=1, window=32, row_bytes=256, batch_rows=32,
-                 max_steps=800, warmup_steps=100, lr=4e-3, gate_lr=2.0,
+                 max_steps=800, warmup_steps=100, lr=4e-3, gate_lr=8e-3,
                  log_every=20, eval_every=200, eval_bytes=200000, save_every=200),
     "20m": dict(n_embd=384, n_head=6, n_enc=2, n_main=6, n_dec=2, batch_rows=32,
                 max_steps=6332, warmup_steps=473, lr=3e-3),
@@ -273,8 +273,9 @@ def look(model, text, cfg, rank, world):
     with torch.compiler.set_stance("force_eager"):   # other shapes than in training: graphs of their own would not pay
         e = evaluate(model, text, cfg.row_bytes, max(1, 8192 // cfg.row_bytes), -(-cfg.eval_bytes // cfg.row_bytes),
                      rank, world)
-        lines = [f"{e['bpb']:.4f} bits per byte, early exit {e['early_bpb']:.4f} | boundaries: greedy {e['greedy_rate']:.3f}, "
-                 f"sampled {e['sampled_rate']:.3f}, at word-ends {e['word_end']:.3f}, elsewhere {e['other']:.3f}"]
+        lines = [f"{e['bpb']:.4f} bits per byte, early exit {e['early_bpb']:.4f} | "
+                 f"boundaries: greedy {e['greedy_rate']:.3f}, sampled {e['sampled_rate']:.3f}, "
+                 f"at word-ends {e['word_end']:.3f}, elsewhere {e['other']:.3f}"]
         for at in (0, len(text.data) // 2):
             piece = bytes(text.data[at:at + 110])
             lines.append("    " + cut(piece, boundaries(model, piece, cfg.row_bytes)[1].tolist(), one_line=True))
@@ -305,7 +306,7 @@ def main(argv=None):
         except OSError as e:
             fail(f"cannot write to {out}: {e.strerror}; give --out_dir a folder that can be written")
         say(f"{'' if torch.cuda.is_available() else 'no CUDA device: '}preset {cfg.preset} on {cfg.data}, "
-            f"{world} x {device.type}, {cfg.dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads -> {out}")
+            f"{world} x {device.type}, {torch.get_num_threads()} threads, {cfg.dtype}, torch {torch.__version__} -> {out}")
 
     # -- data: rank 0 prepares it, the others find it done
     if rank:
@@ -362,7 +363,8 @@ def main(argv=None):
         last = step == cfg.max_steps
         stopping = bool(stop)
         if world > 1:   # ranks must stop together; they ask each other at every log line
-            stopping = (step % cfg.log_every == 0 or last) and bool(all_sum(torch.tensor(float(stopping), device=device)))
+            asked = step % cfg.log_every == 0 or last
+            stopping = asked and bool(all_sum(torch.tensor(float(stopping), device=device)))
 
         pause = time.time()
         if (step % cfg.eval_every == 0 or last) and not (cfg.resume and step == start):
@@ -416,7 +418,7 @@ def main(argv=None):
                 f"| rate {s['rate']:.3f} | lr {cfg.lr * share:.2e} | grad {float(grad_norm):.2f} | {speed / 1e3:.1f} kB/s "
                 f"| mfu {mfu} | eta {clock((now - begin) / (done - start) * (cfg.max_steps - done))}")
             record(step=done, kind="train", bytes=row * cfg.row_bytes, late_bpb=late, early_bpb=early, rate=s["rate"],
-                   entropy=s["entropy"], advantage_std=s["adv_std"], lr=cfg.lr * share, grad_norm=float(grad_norm),
+                   entropy=s["entropy"], advantage_std=s["advantage_sq"] ** 0.5, lr=cfg.lr * share, grad_norm=float(grad_norm),
                    kB_per_s=speed / 1e3)
 
     # -- the end
