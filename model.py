@@ -268,18 +268,20 @@ def sample_scan(v, threshold, piece=512):
     """
     B, T, w = v.shape
     S = 2 ** (w - 1)
+    s = torch.arange(S, device=v.device)
+    bits = (s >> torch.arange(w - 1, device=v.device).unsqueeze(1)) & 1        # (w-1, S): bit k-1 of s is a_{i-k}
+    bits = torch.cat([torch.ones_like(bits[:1]), bits]).float()                # (w, S), so that v @ bits = l in every state
     state = torch.zeros(B, 1, dtype=torch.long, device=v.device)               # before the row: no boundary
     actions = []
     for i in range(0, T, piece):
-        l = v[:, i:i + piece, :1]                                              # (B, n, 1), n bytes in this piece
-        for k in range(1, w):                                                  # bit k-1 of the state is a_{i-k}
-            l = torch.cat([l, l + v[:, i:i + piece, k:k + 1]], -1)             # (B, n, 2^k)
+        with torch.autocast(v.device.type, enabled=False):
+            l = v[:, i:i + piece] @ bits                                       # (B, n, S), n bytes in this piece
         a = l >= threshold[:, i:i + piece].unsqueeze(-1)                       # (B, n, S) the action in every state
         if i == 0:
             a[:, 0] = True                                                     # forced; later states contain it
         n = a.size(1)
         a = F.pad(a, (0, 0, 0, 2 ** (n - 1).bit_length() - n))                 # (B, N, S), N a power of two
-        f = (torch.arange(S, device=v.device) << 1 | a.byte()) & (S - 1)       # (B, N, S) the state after each byte
+        f = (s << 1 & S - 1) + a                                               # (B, N, S) the state after each byte
         levels = [f]
         while f.size(1) > 1:
             f = f[:, 1::2].gather(2, f[:, 0::2])                               # second after first: half as many
