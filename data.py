@@ -30,7 +30,7 @@ FEW_DOCUMENTS = 20
 
 def fail(message):
     """End with one line for the user: `error: what, where, what to do`, exit code 2."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
@@ -152,6 +152,8 @@ def usable(index, flat):
 def split(data, starts, cut, name):
     """(train, val): val is the documents from number `cut` on, or without a cut the last VAL_SHARE of the bytes."""
     at = int(starts[cut]) if cut is not None else len(data) - max(1, int(VAL_SHARE * len(data)))
+    if at < 1:
+        fail(f"text too short: {name} has {len(data)} bytes, too few to hold any out; give more text")
     before, after = starts[starts < at], starts[starts > at] - at
     return Corpus(data[:at], before, name), Corpus(data[at:], np.append(0, after), name)
 
@@ -198,7 +200,7 @@ class Loader:
     def __init__(self, corpus, T, seed):
         if len(corpus) < T:
             fail(f"text too short: {corpus.name} has {len(corpus)} bytes to train on, one row takes {T}; "
-                 f"give more text or --row_bytes {max(1, len(corpus))} or less")
+                 f"give more text" + (f" or --row_bytes {len(corpus)}" if len(corpus) > 1 else ""))
         self.corpus, self.T, self.seed = corpus, T, seed
         self.n = max(1, len(corpus) // T - 1)                        # windows an epoch; one less leaves room to shift
         self.epoch = -1

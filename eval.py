@@ -15,6 +15,7 @@ import json
 import math
 import os
 import sys
+import zipfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -34,14 +35,26 @@ WHITESPACE[[9, 10, 11, 12, 13, 32]] = True
 def read_checkpoint(path):
     """A run's folder or a checkpoint file -> dict of tensors and plain values; SystemExit(2) where it cannot be read."""
     path = Path(path)
-    path = path / "ckpt.pt" if path.is_dir() else path
-    if not path.exists():
-        fail(f"no checkpoint: {path}; train one with: python train.py")
     try:
+        path = path / "ckpt.pt" if path.is_dir() else path
+        if not path.exists():
+            fail(f"no checkpoint: {path}; train one with: python train.py")
+        with zipfile.ZipFile(path) as z:   # torch.load does not look at check sums
+            if z.testzip():
+                raise ValueError("a check sum is wrong")
         ckpt = torch.load(path, map_location="cpu", weights_only=True)   # never runs code from the file
-        return {k: ckpt[k] for k in ("model", "optimizer", "step", "row", "config")}
+        kinds = dict(model=dict, optimizer=dict, step=int, row=int, config=dict)
+        if not all(isinstance(ckpt[k], kind) for k, kind in kinds.items()) or min(ckpt["step"], ckpt["row"]) < 0:
+            raise ValueError("its parts are not what they should be")
+        for f in fields(ModelConfig):
+            if type(ckpt["config"][f.name]) is not f.type:
+                raise ValueError(f"its setting {f.name} is not {f.type.__name__}")
+        if not all(isinstance(w, torch.Tensor) and w.isfinite().all() for w in ckpt["model"].values()):
+            raise ValueError("its weights are not all finite numbers")
+        return ckpt
     except Exception as e:   # a broken file can break torch.load in many ways; all of them mean the same here
-        fail(f"not a readable checkpoint: {path} ({type(e).__name__}); it may be cut short or from another program")
+        fail(f"not a readable checkpoint: {path} ({str(e).splitlines()[0] if str(e) else type(e).__name__}); "
+             f"it may be damaged or from another program")
 
 
 def load_weights(model, weights, path):
@@ -55,11 +68,24 @@ def load_weights(model, weights, path):
     model.load_state_dict(weights)
 
 
+def find_device(name):
+    """torch.device of that name; SystemExit(2) where this machine has none. auto = cuda where there is one, else cpu."""
+    has = dict(cpu=True, cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+    name = ("cuda" if has["cuda"] else "cpu") if name == "auto" else name
+    if not has.get(name):
+        fail(f"--device {name}: not on this machine; choose one of auto, {', '.join(k for k in has if has[k])}")
+    return torch.device(name)
+
+
 def load_model(path, device):
     """-> model in evaluation mode, its whole config (dict)."""
     ckpt = read_checkpoint(path)
-    known = {f.name for f in fields(ModelConfig)}
-    model = ByteLM(ModelConfig(**{k: v for k, v in ckpt["config"].items() if k in known}))
+    try:
+        model = ByteLM(ModelConfig(**{f.name: ckpt["config"][f.name] for f in fields(ModelConfig)}))
+        if not 1 < ckpt["config"]["row_bytes"] < 1e9:
+            raise ValueError("row_bytes")
+    except Exception as e:
+        fail(f"{path} has settings that make no model ({type(e).__name__}: {e})")
     load_weights(model, ckpt["model"], path)
     return model.eval().to(device), ckpt["config"]
 
@@ -179,6 +205,13 @@ def heat_map(text, p, a, title, table):
 # ---------------------------------------------------------------------------------------------------------------------
 # commands
 
+def plain_streams():
+    """An ASCII or piped terminal must not end a run: print what it cannot show as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def table(header, rows):
     """Print a table that can be pasted as Markdown."""
     cells = [header] + rows
@@ -257,8 +290,7 @@ def command_sample(args, model, config):
 
 
 def main(argv=None):
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")   # an ASCII or piped terminal must not end a run
+    plain_streams()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.error = lambda message: fail(f"{message}; see python eval.py --help")
@@ -269,7 +301,7 @@ def main(argv=None):
         c.error = parser.error
         c.set_defaults(run=run)
         c.add_argument("ckpt", help="a run's folder or its ckpt.pt")
-        c.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        c.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
         return c
 
     c = command("bpb", command_bpb, "bits per byte of a text")
@@ -289,13 +321,21 @@ def main(argv=None):
     c.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     for name, low, high in (("batch_rows", 1, math.inf), ("bytes", 0, math.inf), ("temperature", 0, math.inf),
-                            ("top_k", 0, math.inf), ("top_p", 1e-9, 1)):
+                            ("top_k", 0, math.inf), ("top_p", 1e-9, 1), ("seed", 0, 2 ** 31)):
         value = getattr(args, name, low)
         if not low <= value <= high:
             fail(f"--{name} {value} is out of range; give {low:g} to {high:g}")
-    model, config = load_model(args.ckpt, args.device)
-    args.run(args, model, config)
+    model, config = load_model(args.ckpt, find_device(args.device))
+    try:
+        args.run(args, model, config)
+    except BrokenPipeError:   # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as e:
+        fail(f"cannot read or write {e.filename or 'the output'}: {e.strerror}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130)

@@ -515,8 +515,8 @@ def sample_byte(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     logits = logits[:, :SEPARATOR].float().cpu()                                        # (B, 256)
     if temperature == 0:
         return logits.argmax(-1)
-    logits, order = (logits / temperature).sort(-1, descending=True)
-    probs = logits.softmax(-1)
+    logits, order = logits.sort(-1, descending=True)
+    probs = ((logits - logits[:, :1]) / temperature).softmax(-1)                        # the largest at 0: no overflow
     probs[probs.cumsum(-1) - probs > top_p] = 0                                         # the likeliest always stays
     if top_k:
         probs[:, top_k:] = 0

@@ -2,6 +2,7 @@
 Everything the project promises, checked on a CPU without network, GPU or compiler: python -m pytest -q test_all.py
 One section a file: model, data, train, eval. Names say what holds.
 """
+import io
 import itertools
 import json
 import math
@@ -506,7 +507,7 @@ def test_resume_is_bit_exact(text_file, monkeypatch, extra):
     stop_at(10)                                                 # on an evaluation
     train.main(["--resume", "--name", "parts"])
     with open("out/parts/log.jsonl", "a") as f:                 # a row from after the checkpoint, and half of another
-        f.write('{"step": 15, "kind": "train"}\n{"step": 16, "ki')
+        f.write('{"step": 15, "kind": "train"}\n\n[1]\nnonsense\n{"step": 16, "ki')
     monkeypatch.setattr(train, "learning_rate", rate)
     train.main(["--resume", "--name", "parts"])
     same(state("whole"), state("parts"))
@@ -619,12 +620,41 @@ def fails(capsys, call, *words):
     (["--rate", "0"], ["rate"]), (["--rate", "1"], ["rate"]), (["--gamma", "1.5"], ["gamma"]),
     (["--preset", "huge"], ["tiny"]), (["--dtype", "fp8"], ["bf16"]), (["--n_head", "5"], ["multiple"]),
     (["--batch_rows", "9", "--accum_steps", "2"], ["8 or 10"]), (["--pairs", "5"], ["at most 4"]),
-    (["--batch_rows", "1"], ["batch_relative"]), (["--row_bytes", "1"], ["row_bytes"]), (["--policy_window", "0"], ["policy_window"]),
+    (["--name", "../up"], ["one folder"]), (["--device", "nonsense"], ["cpu"]), (["--beta1", "1"], ["beta1"]),
+    (["--seed", "99999999999999"], ["seed"]), (["--batch_rows", "1"], ["batch_relative"]), (["--row_bytes", "1"], ["row_bytes"]), (["--policy_window", "0"], ["policy_window"]),
     (["--data", "/no/such/file"], ["/no/such/file"]), (["--data", "fineweb"], ["docs"]),
     (["--init_from", "nowhere"], ["nowhere"]), (["--resume"], ["nothing to resume"]), (["--row_bytes", "9000"], ["text too short"]),
 ])
 def test_bad_settings(text_file, capsys, flags, words):
     fails(capsys, lambda: train.main([*SMALL, "--data", text_file, *flags]), *words)
+
+
+class Payload:
+    """Unpickled, it would run a command."""
+    def __reduce__(self):
+        return os.system, ("touch payload_ran",)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(text_file, monkeypatch, capsys):
+    run(text_file, "--name", "full", "--max_steps", "1")
+    before = Path("out/full/ckpt.pt").read_bytes()
+
+    def torch_save(content, f):
+        f.write(b"half")
+        raise RuntimeError("unexpected pos")
+    monkeypatch.setattr(torch, "save", torch_save)
+    fails(capsys, lambda: train.main(["--resume", "--name", "full", "--max_steps", "2"]), "last good checkpoint is kept")
+    assert Path("out/full/ckpt.pt").read_bytes() == before and not Path("out/full/ckpt.pt.tmp").exists()
+
+
+def test_an_ascii_terminal_or_a_reader_who_leaves_does_not_end_a_run(text_file):
+    command = [sys.executable, str(HERE / "train.py"), *SMALL, "--data", text_file, "--name", "ascii", "--max_steps", "3"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env={**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"})
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 0, process.stderr.read()
+    assert torch.load("out/ascii/ckpt.pt", weights_only=True)["step"] == 3
 
 
 def test_bad_files(text_file, tmp_path, capsys):
@@ -639,8 +669,26 @@ def test_bad_files(text_file, tmp_path, capsys):
     fails(capsys, lambda: run(text_file, "--name", "taken"), "--resume")
     fails(capsys, lambda: run(text_file, "--name", "x", "--init_from", "out/taken", "--n_embd", "64"), "shape")
     fails(capsys, lambda: train.main(["--resume", "--name", "taken", "--n_embd", "64"]), "shape")
-    Path("out/taken/ckpt.pt").write_bytes(before[:len(before) // 2])
+    fails(capsys, lambda: train.main(["--resume", "--name", "taken", "--max_steps", "0"]), "at step 1 already")
+    fails(capsys, lambda: train.main(["--resume", "--name", "taken", "--data", "gone"]), "gone")
+    fails(capsys, lambda: train.main(["--resume", "--name", "t*"]), "nothing to resume")
+    assert json.loads(Path("out/taken/config.json").read_text())["data"] == text_file   # no failure touched it
+    assert Path("out/taken/ckpt.pt").read_bytes() == before and sorted(os.listdir("out")) == ["taken"]
+    at = before.index(b"PK\x01\x02") // 2                      # somewhere in a tensor
+    for broken in (before[:len(before) // 2], before[:at] + bytes(b ^ 255 for b in before[at:at + 9]) + before[at + 9:]):
+        Path("out/taken/ckpt.pt").write_bytes(broken)
+        fails(capsys, lambda: train.main(["--resume", "--name", "taken"]), "not a readable checkpoint")
+    ckpt = torch.load(io.BytesIO(before), weights_only=True)
+    for key, value in (("step", -1), ("model", {"embed.weight": torch.full((257, 32), math.nan)}), ("optimizer", None),
+                       ("config", {**ckpt["config"], "n_embd": "32"})):
+        torch.save({**ckpt, key: value}, "out/taken/ckpt.pt")
+        fails(capsys, lambda: evaluation.main(["bpb", "out/taken", "--data", text_file]), "not a readable checkpoint")
+    ckpt["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+    torch.save(ckpt, "out/taken/ckpt.pt")
+    fails(capsys, lambda: train.main(["--resume", "--name", "taken"]), "optimiser")
+    torch.save({**ckpt, "config": Payload()}, "out/taken/ckpt.pt")
     fails(capsys, lambda: train.main(["--resume", "--name", "taken"]), "not a readable checkpoint")
+    assert not Path("payload_ran").exists()
     Path("out/taken/ckpt.pt").write_bytes(b"<html>")
     fails(capsys, lambda: evaluation.main(["bpb", "out/taken", "--data", text_file]), "not a readable checkpoint")
 

@@ -12,7 +12,6 @@ is in out/<run>: ckpt.pt, config.json and log.jsonl, one JSON object a line.
 import argparse
 import ctypes
 import difflib
-import functools
 import glob
 import inspect
 import itertools
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from data import Loader, fail, load
-from eval import boundaries, cut, evaluate, load_weights, read_checkpoint
+from eval import boundaries, cut, evaluate, find_device, load_weights, plain_streams, read_checkpoint
 from model import ByteLM, ModelConfig, all_sum, flops_per_byte, param_groups
 
 
@@ -88,7 +87,8 @@ CHOICES = dict(preset=["auto", *PRESETS], dtype=["auto", "bf16", "fp32"], compil
                schedule=["cosine", "wsd"])
 LEAST = dict(n_embd=2, n_head=1, window=1, policy_window=1, row_bytes=2, batch_rows=1, accum_steps=1,
              log_every=1, eval_every=1, save_every=1, eval_bytes=1)   # all other numbers start at 0
-MOST = dict(policy_window=12, gamma=1, lambda_early=1)
+MOST = dict(policy_window=12, gamma=1, lambda_early=1, beta1=0.9999, beta2=0.9999, seed=2 ** 31, n_embd=65536, n_enc=1000,
+            n_main=1000, n_dec=1000, window=65536, row_bytes=2 ** 24, batch_rows=2 ** 20)
 
 
 def parse_flags(argv):
@@ -124,12 +124,17 @@ def settings(argv):
     given = parse_flags(argv)
     ckpt = None
     if given.get("resume"):
-        folder = os.path.join(given.get("out_dir", "out"), given.get("name", "*"), "ckpt.pt")
+        out_dir, name = given.get("out_dir", "out"), given.get("name")
+        folder = os.path.join(glob.escape(out_dir), glob.escape(name) if name else "*", "ckpt.pt")
         found = sorted(glob.glob(folder), key=os.path.getmtime)
         if not found:
-            fail(f"nothing to resume: no {folder}; start a run without --resume")
+            fail(f"nothing to resume: no {os.path.join(out_dir, name or '*', 'ckpt.pt')}; start a run without --resume")
         ckpt = read_checkpoint(found[-1])
-        base = {k: v for k, v in ckpt["config"].items() if k in {f.name for f in fields(TrainConfig)}}
+        kind = {f.name: f.type for f in fields(TrainConfig)}
+        base = {k: v for k, v in ckpt["config"].items() if k in kind}
+        wrong = [k for k, v in base.items() if type(v) is not kind[k]]
+        if wrong:
+            fail(f"{found[-1]} has settings of the wrong kind: {wrong[0]}; start a run without --resume")
         base["name"] = os.path.basename(os.path.dirname(found[-1]))
     else:
         preset = given.get("preset", "auto")
@@ -144,8 +149,7 @@ def settings(argv):
             base |= {k: v for k, v in ckpt["config"].items() if k in shape or k == "row_bytes"}
         given["preset"] = preset
     cfg = TrainConfig(**(base | given))
-    if cfg.device == "auto":
-        cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.device = find_device(cfg.device).type
     if cfg.data == "auto":
         cfg.data = "fineweb" if cfg.device == "cuda" else "docs"
     if cfg.dtype == "auto":
@@ -164,6 +168,8 @@ def check(cfg, world):
         value, low, high = getattr(cfg, f.name), LEAST.get(f.name, 0), MOST.get(f.name, 1e15)
         if not isinstance(value, (str, bool)) and not low <= value <= high:
             fail(f"--{f.name} {value} is out of range; give {low} to {high:g}")
+    if not re.fullmatch(r"[\w+-][\w.+-]*|", cfg.name):
+        fail(f"--name {cfg.name}: a run's name is one folder's, of letters, digits and _ . + -")
     if not 0 < cfg.rate < 1:
         fail(f"--rate {cfg.rate:g}: a target share of bytes with a boundary lies between 0 and 1; 0.2 is one in five")
     if cfg.n_embd % (2 * cfg.n_head):
@@ -221,23 +227,45 @@ def compiler_works(device):
 def save(path, **content):
     """Write a checkpoint beside its place, flush it to the disk, then rename: a kill leaves the old or the new one."""
     tmp = f"{path}.tmp"
-    with open(tmp, "wb") as f:
-        torch.save(content, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(tmp, path)
+    try:
+        with open(tmp, "wb") as f:
+            torch.save(content, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except (OSError, RuntimeError) as e:   # torch turns a full disk into a RuntimeError
+        if os.path.exists(tmp):
+            os.remove(tmp)
+        fail(f"cannot save {path} ({str(e).splitlines()[0]}); the last good checkpoint is kept")
 
 
 def open_log(path, step):
-    """Open log.jsonl for appending, without what came after `step` and without a half-written last line."""
+    """Open log.jsonl for appending, without what came after `step` and without lines that are not whole."""
+    def good(line):
+        try:
+            return line.endswith("\n") and json.loads(line)["step"] <= step
+        except (ValueError, TypeError, KeyError):
+            return False
+
     keep = []
     if step >= 0 and os.path.exists(path):
-        with open(path) as f:
-            keep = [line for line in f if line.endswith("\n") and json.loads(line)["step"] <= step]
+        with open(path, errors="replace") as f:
+            keep = [line for line in f if good(line)]
     with open(path + ".tmp", "w") as f:
         f.writelines(keep)
     os.replace(path + ".tmp", path)
     return open(path, "a", buffering=1)
+
+
+def load_optimizer(optimizer, state, name):
+    """Copy the optimiser's state, which must be of the same parameters."""
+    try:
+        optimizer.load_state_dict(state)
+        for p, s in optimizer.state.items():
+            if s["exp_avg"].shape != p.shape or s["exp_avg_sq"].shape != p.shape:
+                raise ValueError("another shape")
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
+        fail(f"{name} holds the optimiser of another model ({e}); --init_from takes its weights alone")
 
 
 def run_folder(cfg):
@@ -285,10 +313,22 @@ def look(model, text, cfg, rank, world):
 
 def main(argv=None):
     # -- set-up
+    plain_streams()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cfg, ckpt = settings(argv)
     check(cfg, world)
-    say = functools.partial(print, flush=True) if rank == 0 else lambda *args: None
+    stop = []   # names of the signals that asked for an end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:   # nohup
+            signal.signal(number, lambda n, frame: stop.append(signal.Signals(n).name))
+
+    def say(text):
+        if rank == 0:
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:   # whoever read along has left; the run goes on
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
     keep_freed_memory()
     device = torch.device(cfg.device)
     if world > 1:
@@ -299,12 +339,6 @@ def main(argv=None):
     wait = dist.barrier if world > 1 else lambda: None
     if rank == 0:
         out = run_folder(cfg)
-        try:
-            os.makedirs(out, exist_ok=True)
-            with open(os.path.join(out, "config.json"), "w") as f:
-                json.dump(asdict(cfg), f, indent=1)
-        except OSError as e:
-            fail(f"cannot write to {out}: {e.strerror}; give --out_dir a folder that can be written")
         say(f"{'' if torch.cuda.is_available() else 'no CUDA device: '}preset {cfg.preset} on {cfg.data}, "
             f"{world} x {device.type}, {torch.get_num_threads()} threads, {cfg.dtype}, torch {torch.__version__} -> {out}")
 
@@ -327,8 +361,10 @@ def main(argv=None):
                                   betas=(cfg.beta1, cfg.beta2), fused=device.type != "mps")
     start, row = 0, 0   # steps done; the next row of the loader
     if cfg.resume:
-        optimizer.load_state_dict(ckpt["optimizer"])
         start, row = ckpt["step"], ckpt["row"]
+        load_optimizer(optimizer, ckpt["optimizer"], cfg.name)
+        if start > cfg.max_steps:
+            fail(f"--max_steps {cfg.max_steps}: {cfg.name} is at step {start} already; give {start} or more")
         say(f"resuming {cfg.name} at step {start}")
     del ckpt
     if (cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda") and compiler_works(device):
@@ -343,16 +379,20 @@ def main(argv=None):
     autocast = lambda: torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bf16")
     peak = peak_flops(device, world)
 
-    # -- log, signals
-    log = open_log(os.path.join(out, "log.jsonl"), start if cfg.resume else -1) if rank == 0 else None
+    # -- the run's folder, made when nothing else can fail
+    if rank == 0:
+        try:
+            os.makedirs(out, exist_ok=True)
+            with open(os.path.join(out, "config.json.tmp"), "w") as f:
+                json.dump(asdict(cfg), f, indent=1)
+            os.replace(os.path.join(out, "config.json.tmp"), os.path.join(out, "config.json"))
+            log = open_log(os.path.join(out, "log.jsonl"), start if cfg.resume else -1)
+        except OSError as e:
+            fail(f"cannot write to {out}: {e.strerror}; give --out_dir a folder that can be written")
 
     def record(**values):
-        if log:
+        if rank == 0:
             log.write(json.dumps({k: None if v != v else v for k, v in values.items()}) + "\n")   # JSON has no NaN
-
-    stop = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, frame: stop.append(signal.Signals(n).name))
 
     # -- the loop: one pass more than there are steps, so that the end is evaluated and saved
     parts = world * cfg.accum_steps
@@ -373,11 +413,8 @@ def main(argv=None):
             say(f"eval {step}: " + "\n".join(lines))
             record(step=step, kind="eval", **e)
         if rank == 0 and (step % cfg.save_every == 0 and step > start or last or stopping):
-            try:
-                save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(),
-                     step=step, row=row, config=asdict(cfg))
-            except OSError as e:
-                fail(f"cannot save to {out}: {e.strerror}; the last good checkpoint is kept")
+            save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(),
+                 step=step, row=row, config=asdict(cfg))
         paused += time.time() - pause
         if last or stopping:
             break
