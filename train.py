@@ -139,7 +139,7 @@ def settings(argv):
     else:
         preset = given.get("preset", "auto")
         if preset == "auto":
-            preset = "147m" if torch.cuda.is_available() and given.get("device", "cuda") == "cuda" else "tiny"
+            preset = "147m" if torch.cuda.is_available() and given.get("device", "auto") in ("auto", "cuda") else "tiny"
         if preset not in PRESETS:
             fail(f"unknown preset {preset}; there are {', '.join(PRESETS)}")
         base = dict(PRESETS[preset])
