@@ -1,7 +1,7 @@
 """
 Text in, rows of bytes out. A corpus is one flat array of uint8 and the offsets at which its documents start:
 
-    docs       the English documentation inside the installed Python, NumPy and PyTorch: no download
+    docs       the English prose in the docstrings of the installed Python, NumPy and PyTorch: no download
     any path   a file, a folder or a glob; bytes are taken as they are, whatever their encoding
     fineweb    (its place is `load`, below)
 
@@ -74,7 +74,7 @@ def load(data, data_dir="data"):
     if data == "fineweb":
         fail("fineweb: this version has no FineWeb reader; use --data docs, or --data PATH for your own text")
     if data == "docs":
-        name = f"docs-py{sys.version_info[0]}.{sys.version_info[1]}-np{np.__version__}-torch{torch.__version__}"
+        name = f"docs-prose-py{sys.version_info[0]}.{sys.version_info[1]}-np{np.__version__}-torch{torch.__version__}"
         return packed(Path(data_dir) / name.replace("+", "-"), docstrings)
     files = expand(data)
     try:
@@ -165,7 +165,7 @@ def doc_roots():
 
 
 def docstrings():
-    """Every docstring below doc_roots(), without repeats (about 9 MB), in half a minute."""
+    """The prose of every docstring below doc_roots(), without repeats (about 6 MB), in half a minute."""
     found = set()
     for root in doc_roots():
         files = sorted(Path(root).rglob("*.py"))
@@ -182,9 +182,17 @@ def docstrings():
                 continue   # the standard library ships some files that are wrong on purpose
             for node in ast.walk(tree):
                 if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                    found.add(ast.get_docstring(node) or "")
-    print(f"\rdocs: {len(found)} docstrings" + " " * 40)
-    return sorted(d.encode("utf-8", "replace") for d in found if d)
+                    found.add(prose(ast.get_docstring(node) or ""))
+    found = sorted(d.encode("utf-8", "replace") for d in found if d)
+    print(f"\rdocs: {len(found)} docstrings, {sum(map(len, found)):,} bytes" + " " * 40)
+    return found
+
+
+def prose(text):
+    """The paragraphs of a docstring that are sentences, one a line: no tables, code, or doctests."""
+    paragraphs = [" ".join(p.split()) for p in text.split("\n\n")]
+    return "\n".join(p for p in paragraphs if len(p) >= 20 and ">>>" not in p
+                     and sum(c.isalpha() or c == " " for c in p) >= 0.9 * len(p))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
