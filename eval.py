@@ -174,7 +174,7 @@ body {{ font: 16px/1.9 ui-monospace, Menlo, Consolas, monospace; color: var(--in
   max-width: 60em; margin: 2em auto; padding: 0 1em; }}
 h1 {{ font-size: 1.2em; }} .note {{ font-size: 0.85em; color: var(--faint); }} td {{ padding-right: 2em; }}
 #text {{ white-space: pre-wrap; overflow-wrap: anywhere; margin-top: 1.5em; }}
-span {{ padding: 0.15em 0; color: var(--ink); }} .b {{ border-right: 2px solid var(--cut); }} .w {{ opacity: 0.75; }}
+span {{ padding: 0.15em 0; color: var(--ink); }} .b {{ border-right: 2px solid var(--cut); }} .w {{ color: color-mix(in srgb, var(--ink) 65%, transparent); }}
 {levels}
 </style></head><body><h1>Boundaries: {title}</h1>
 <p class="note">The stronger a character's colour, the likelier a boundary after it: {legend}
@@ -236,7 +236,7 @@ def boundary_table(text, a):
 def write_text(path, content):
     try:
         Path(path).write_text(content, encoding="utf-8")
-        print(f"wrote {path}")
+        print(f"wrote {path}", file=sys.stderr)
     except OSError as e:
         fail(f"cannot write {path}: {e.strerror}")
 
@@ -268,14 +268,14 @@ def command_boundaries(args, model, config):
         fail("no text: give --text or --file something with at least one byte")
     p, a = boundaries(model, text, config["row_bytes"])
     p, a = p.tolist(), a.numpy()
-    print(cut(text, a.tolist()))
     rows = boundary_table(text, a)
-    table(["boundaries", "share"], [list(r) for r in rows])
     if args.html:
         write_text(args.html, heat_map(text, p, a.tolist(), args.file or "text", rows))
     if args.json:
         found = dict(bytes=len(text), p=[round(q, 6) for q in p], boundary=a.astype(int).tolist())
         write_text(args.json, json.dumps(found))
+    print(cut(text, a.tolist()))   # last: whoever reads along may leave early
+    table(["boundaries", "share"], [list(r) for r in rows])
 
 
 def command_sample(args, model, config):
