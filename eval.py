@@ -242,15 +242,13 @@ def write_text(path, content):
 
 
 def command_bpb(args, model, config):
-    T = config["row_bytes"]
-    files = expand(args.data) if args.data not in ("docs", "fineweb") else None
-    if files is None:
+    if args.data in ("docs", "fineweb"):
         corpus = load(args.data)[1]   # the held-out part
     else:
-        data = [np.memmap(f, dtype=np.uint8, mode="r") for f in files]
+        data = [np.memmap(f, dtype=np.uint8, mode="r") for f in expand(args.data)]
         starts = np.cumsum([0] + [len(d) for d in data[:-1]])
         corpus = Corpus(data[0] if len(data) == 1 else np.concatenate(data), starts, args.data)
-    r = evaluate(model, corpus, T, args.batch_rows)
+    r = evaluate(model, corpus, config["row_bytes"], args.batch_rows)
     table(["text", "bytes", "bits per byte", "early exit", "greedy rate", "sampled rate"],
           [[args.data, str(r["bytes"]), f"{r['bpb']:.4f}", f"{r['early_bpb']:.4f}", f"{r['greedy_rate']:.3f}",
             f"{r['sampled_rate']:.3f}"]])
