@@ -13,6 +13,7 @@ import glob
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -41,10 +42,11 @@ class Corpus:
     """Documents laid end to end: data (n,) uint8, and starts, the offset of each document's first byte.
 
     Its stream is the documents with one SEPARATOR between neighbours, len(corpus) = n + documents - 1 ids.
+    token_start (n,) bool, set by mark_tokens, says where GPT-2's tokens begin; only the chunker `bpe` asks for it.
     """
 
     def __init__(self, data, starts=(0,), name="text"):
-        self.data, self.name = data, name
+        self.data, self.name, self.token_start = data, name, None
         self.starts = np.asarray(starts, dtype=np.int64)
         self.ends = np.append(self.starts[1:], len(data))
         self.shifted = self.starts + np.arange(len(self.starts))   # where documents start in the stream
@@ -60,13 +62,47 @@ class Corpus:
         return np.where(i == self.ends[doc], SEPARATOR, byte)
 
     def window(self, first, T):
-        """Rows that start at stream positions `first` (B,) -> x, y (B,T) int64; past the end there is no target."""
+        """Rows that start at stream positions `first` (B,) -> x, y (B,T) int64, and token_start (B,T) bool or None.
+
+        Past the end there is no target. Separators count as tokens."""
         pos = np.asarray(first)[:, None] + np.arange(T)             # (B, T)
         inside = pos < len(self)
         ids = self.read(np.minimum(pos, len(self) - 1))
         y = np.where(inside & (ids != SEPARATOR), ids, NO_TARGET)
         x = np.concatenate([np.full((len(pos), 1), SEPARATOR), ids[:, :-1]], 1)
-        return torch.from_numpy(x), torch.from_numpy(y)
+        token_start = None
+        if self.token_start is not None:
+            before = np.maximum(np.minimum(pos, len(self)) - 1, 0)  # the stream position that x holds
+            byte = before - np.searchsorted(self.shifted, before, side="right") + 1
+            token_start = self.token_start[np.minimum(byte, len(self.data) - 1)] | (x == SEPARATOR)
+            token_start = torch.from_numpy(token_start)
+        return torch.from_numpy(x), torch.from_numpy(y), token_start
+
+    def mark_tokens(self):
+        """Find where GPT-2's tokens begin, document by document; bytes that are no UTF-8 are tokens of their own."""
+        encoding, length = gpt2()
+        self.token_start = np.zeros(len(self.data), dtype=bool)
+        for start, end in zip(self.starts, self.ends):
+            text = bytes(self.data[start:end]).decode("utf-8", "surrogateescape")
+            for run in re.findall("[\udc80-\udcff]+|[^\udc80-\udcff]+", text):
+                if "\udc80" <= run[0] <= "\udcff":
+                    steps = np.ones(len(run), np.int64)
+                else:
+                    steps = length[encoding.encode_ordinary(run)]
+                self.token_start[start + np.cumsum(steps) - steps] = True
+                start += steps.sum()
+        return self
+
+
+def gpt2():
+    """tiktoken's GPT-2 encoding, and the bytes (50257,) in each of its tokens."""
+    try:
+        import tiktoken
+        encoding = tiktoken.get_encoding("gpt2")
+    except Exception as e:   # no package, no network, a proxy's error page, a full disk: all mean the same here
+        fail(f"--chunker bpe needs the GPT-2 vocabulary, which tiktoken could not get ({type(e).__name__}); connect once, "
+             f"or set TIKTOKEN_CACHE_DIR to a folder that a machine with a network has filled")
+    return encoding, np.array([len(encoding.decode_single_token_bytes(i)) for i in range(encoding.n_vocab)])
 
 
 def load(data, data_dir="data"):
@@ -112,15 +148,20 @@ def packed(path, documents, name="docs"):
     """Documents (bytes or files) packed once into path.bin (bytes) and path.npz (starts, cut), then memory-mapped.
 
     Many documents are ordered by their hash, which shuffles them; the last VAL_SHARE of the hashes are held out.
-    Few keep their order. Files are written under another name and renamed, the index last, so a half cache is no cache.
+    Few keep their order, and the last VAL_SHARE of each is held out: all heads are packed first, then all tails.
+    Files are written under another name and renamed, the index last, so a half cache is no cache.
     """
     index = path.with_suffix(path.suffix + ".npz")
     flat = path.with_suffix(path.suffix + ".bin")
     if not usable(index, flat):
         read = lambda d: d if isinstance(d, bytes) else d.read_bytes()
         docs = list(documents())
-        cut = None
-        if len(docs) >= FEW_DOCUMENTS:
+        if len(docs) < FEW_DOCUMENTS:
+            docs = [read(d) for d in docs]
+            heads = [len(d) - max(1, int(VAL_SHARE * len(d))) for d in docs]
+            docs = [d[:n] for d, n in zip(docs, heads)] + [d[n:] for d, n in zip(docs, heads)]
+            cut = len(heads)
+        else:
             keyed = sorted((hashlib.sha256(read(d)).digest(), i) for i, d in enumerate(docs))
             docs = [docs[i] for _, i in keyed]
             cut = sum(h[0] / 256 < 1 - VAL_SHARE for h, _ in keyed)
@@ -133,11 +174,11 @@ def packed(path, documents, name="docs"):
                 n += f.write(read(d))
         os.replace(tmp, flat)
         with open(tmp, "wb") as f:
-            np.savez(f, starts=np.array(starts, np.int64), cut=-1 if cut is None else cut, size=n)
+            np.savez(f, starts=np.array(starts, np.int64), cut=cut, size=n)
         os.replace(tmp, index)
     with np.load(index) as z:
         starts, cut = z["starts"], int(z["cut"])
-    return split(np.memmap(flat, dtype=np.uint8, mode="r"), starts, None if cut < 0 else cut, name)
+    return split(np.memmap(flat, dtype=np.uint8, mode="r"), starts, cut, name)
 
 
 def usable(index, flat):
@@ -214,7 +255,7 @@ class Loader:
         self.epoch = -1
 
     def rows(self, first, count):
-        """Rows first .. first+count-1 -> x, y (count, T) int64."""
+        """Rows first .. first+count-1, as Corpus.window."""
         starts = []
         for r in range(first, first + count):
             epoch, k = divmod(r, self.n)

@@ -4,6 +4,7 @@ Look at a trained model and score it.
     python eval.py bpb CKPT --data PATH                 bits per byte of a file, folder or glob, late and early
     python eval.py boundaries CKPT --text "some text"   where it cuts; --html FILE draws a heat map, --json FILE lists p
     python eval.py sample CKPT --prompt "Once" --bytes 300
+    python eval.py compare out/RUN...                   finished runs side by side, grouped by setting; --plot FILE
 
 CKPT is a run's folder or its ckpt.pt. Boundaries are greedy (p >= 1/2) unless said otherwise. Text longer than the
 model's row is read row by row, each without memory of the one before; scoring is in fp32 whatever the training used.
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from data import Corpus, expand, fail, load
-from model import NO_TARGET, SEPARATOR, ByteLM, ModelConfig, all_sum, nll
+from model import NO_TARGET, SEPARATOR, ByteLM, ModelConfig, all_sum, flops_per_byte, nll
 
 WHITESPACE = torch.zeros(257, dtype=torch.bool)
 WHITESPACE[[9, 10, 11, 12, 13, 32]] = True
@@ -107,13 +108,13 @@ def evaluate(model, corpus, T, batch_rows=32, max_rows=0, rank=0, world=1):
     total = torch.zeros(11, dtype=torch.float64)
     noise = torch.rand(T, generator=torch.Generator().manual_seed(0))
     for i in range(0, len(first), batch_rows):
-        x, y = corpus.window(first[i:i + batch_rows], T)
-        out = model(x.to(device))
-        late, early = nll(out["logits"], y.to(device)).sum(), nll(out["early_logits"], y.to(device)).sum()
-        a = out["a"].cpu()
+        x, y, token_start = corpus.window(first[i:i + batch_rows], T)
         number = torch.from_numpy(first[i:i + batch_rows] // T)[:, None]
-        u = (noise + 0.618034 * number) % 1                                           # each row its own, always the same
-        sampled = model.policy.sample(out["v"], u.float().to(device)).cpu()
+        u = ((noise + 0.618034 * number) % 1).float().to(device)                      # each row its own, always the same
+        out = model(x.to(device), u=u if model.cfg.chunker == "random" else None,
+                    token_start=None if token_start is None else token_start.to(device))
+        late, early = nll(out["logits"], y.to(device)).sum(), nll(out["early_logits"], y.to(device)).sum()
+        a, sampled = out["a"].cpu(), model.chunker.sample(out["v"], u).cpu()
         byte = (x != SEPARATOR) & (y != NO_TARGET).flip(1).cumsum(1).flip(1).bool()   # text, not padding
         byte[:, 0] = False                                                            # its boundary is forced
         word_end = byte & WHITESPACE[x] & ~WHITESPACE[x.roll(1, 1)] & (x.roll(1, 1) != SEPARATOR)
@@ -132,12 +133,14 @@ def evaluate(model, corpus, T, batch_rows=32, max_rows=0, rank=0, world=1):
 def boundaries(model, text, T, batch_rows=32):
     """p (n,) float and a (n,) bool, the greedy boundary, for each of n bytes of text, in rows of T-1 bytes."""
     corpus = Corpus(np.frombuffer(text, dtype=np.uint8))
+    if model.cfg.chunker == "bpe":
+        corpus.mark_tokens()
     device = next(model.parameters()).device
     p, a = [], []
     first = np.arange(0, len(text), T - 1)
     for i in range(0, len(first), batch_rows):
-        x, _ = corpus.window(first[i:i + batch_rows], T)
-        out = model(x.to(device))
+        x, _, token_start = corpus.window(first[i:i + batch_rows], T)
+        out = model(x.to(device), token_start=None if token_start is None else token_start.to(device))
         p.append(out["p"][:, 1:].flatten().cpu())
         a.append(out["a"][:, 1:].flatten().cpu())
     return torch.cat(p)[:len(text)], torch.cat(a)[:len(text)]
@@ -248,6 +251,8 @@ def command_bpb(args, model, config):
         data = [np.memmap(f, dtype=np.uint8, mode="r") for f in expand(args.data)]
         starts = np.cumsum([0] + [len(d) for d in data[:-1]])
         corpus = Corpus(data[0] if len(data) == 1 else np.concatenate(data), starts, args.data)
+    if model.cfg.chunker == "bpe":
+        corpus.mark_tokens()
     r = evaluate(model, corpus, config["row_bytes"], args.batch_rows)
     table(["text", "bytes", "bits per byte", "early exit", "greedy rate", "sampled rate"],
           [[args.data, str(r["bytes"]), f"{r['bpb']:.4f}", f"{r['early_bpb']:.4f}", f"{r['greedy_rate']:.3f}",
@@ -277,6 +282,8 @@ def command_boundaries(args, model, config):
 
 
 def command_sample(args, model, config):
+    if model.cfg.chunker == "bpe":
+        fail("a bpe model cannot write: where GPT-2's tokens begin depends on bytes still to come; sample from another chunker")
     prompt = args.prompt.encode("utf-8", "surrogateescape")
     print(args.prompt, end="", flush=True)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")   # holds a half character back until it is whole
@@ -285,6 +292,110 @@ def command_sample(args, model, config):
                                generator):
         print(decoder.decode(bytes([byte])), end="", flush=True)
     print(decoder.decode(b"", final=True))
+
+
+NOT_A_SETTING = {"seed", "name", "out_dir", "data_dir", "device", "resume", "log_every", "eval_every", "save_every"}
+
+
+def read_run(folder):
+    """A run's folder -> its config, train lines and eval lines; SystemExit(2) where these cannot be read."""
+    try:
+        config = json.loads(Path(folder, "config.json").read_text())
+        lines = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+        flops = flops_per_byte(ModelConfig(**{f.name: config[f.name] for f in fields(ModelConfig)}), config["row_bytes"], 0)
+        by_kind = {kind: [r for r in lines if r["kind"] == kind] for kind in ("train", "eval")}
+        assert flops and all("step" in r for r in lines) and "max_steps" in config
+        return config, by_kind["train"], by_kind["eval"]
+    except Exception as e:   # no folder, no JSON, other fields
+        fail(f"not a run of this version: {folder} ({type(e).__name__}: {e}); give folders that train.py has written")
+
+
+def groups(runs):
+    """Runs (config, train, eval) -> {label: runs}: equal settings but for the seed, named by what differs between groups."""
+    keys = [k for k in runs[0][0] if k not in NOT_A_SETTING]
+    differ = [k for k in keys if len({repr(config.get(k)) for config, *_ in runs}) > 1]
+    out = {}
+    for run in runs:
+        label = " ".join([run[0]["chunker"]] + [f"{k}={run[0].get(k)}" for k in differ if k != "chunker"])
+        out.setdefault(label, []).append(run)
+    return out
+
+
+def summary(run):
+    """The figures of one finished run, by column."""
+    config, train, evals = run
+    last, cfg = evals[-1], ModelConfig(**{f.name: run[0][f.name] for f in fields(ModelConfig)})
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in ByteLM(cfg).parameters())
+    number = lambda x: float("nan") if x is None else x
+    tail = [number(r.get("advantage_std")) for r in train[-(len(train) + 1) // 2:]]   # of the second half
+    return {"bits per byte": last["bpb"], "early exit": last["early_bpb"], "greedy rate": last["greedy_rate"],
+            "sampled rate": last["sampled_rate"], "bytes a chunk": 1 / last["greedy_rate"] if last["greedy_rate"] else math.inf,
+            "word-ends": number(last["word_end"]), "elsewhere": number(last["other"]),
+            "std of A": float(np.median(tail)) if tail else math.nan,
+            "gate SNR": float(np.median([number(r.get("gate_snr")) for r in evals[1:] or evals])),
+            "kB/s": float(np.median([r["kB_per_s"] for r in train])) if train else math.nan,
+            "MFLOP a byte": flops_per_byte(cfg, config["row_bytes"], last["sampled_rate"]) / 1e6,
+            "parameters": parameters, "MB seen": last["seen"] / 1e6}
+
+
+def command_compare(args):
+    """A Markdown table, one line a setting: mean and, over several seeds, their standard deviation."""
+    found = [(folder, read_run(folder)) for folder in args.runs]
+    for folder, (config, _, evals) in found:
+        if not evals or evals[-1]["step"] < config["max_steps"]:
+            at = evals[-1]["step"] if evals else 0
+            print(f"left out: {folder} stands at step {at} of {config['max_steps']}", file=sys.stderr)
+    runs = [run for _, run in found if run[2] and run[2][-1]["step"] >= run[0]["max_steps"]]
+    if not runs:
+        fail("no finished run among those given; let one finish: python train.py --resume --name NAME")
+    digits = {"bits per byte": 4, "bytes a chunk": 2, "std of A": 2, "kB/s": 1, "MFLOP a byte": 2, "parameters": 0, "MB seen": 1}
+    lines = []
+    for label, members in groups(runs).items():
+        columns = [summary(run) for run in members]
+        cells = []
+        for name in columns[0]:
+            x, d = np.array([c[name] for c in columns]), digits.get(name, 3)
+            spread = f" ± {x.std(ddof=1):.{d}f}" if len(x) > 1 and np.isfinite(x).all() and x.std() > 0.5 * 10 ** -d else ""
+            cells.append("-" if np.isnan(x).all() else f"{x.mean():,.{d}f}{spread}")
+        seeds = " ".join(str(config["seed"]) for config, *_ in members)
+        note = " (guidance: looks ahead)" if members[0][0]["chunker"] == "bpe" else ""
+        lines.append((np.mean([c["bits per byte"] for c in columns]), [label + note, seeds, *cells]))
+    table(["setting", "seeds", *columns[0]], [cells for _, cells in sorted(lines, key=lambda line: line[0])])
+    if args.plot:
+        plot(args.plot, groups(runs))
+
+
+def plot(path, grouped):
+    """Bits per byte against bytes seen, a line a setting (the mean over seeds) in a band (from the least to the most)."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        fail("--plot needs matplotlib, which is not installed; install it, or leave --plot out")
+    fig, ax = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    last = []
+    for k, (label, members) in enumerate(grouped.items()):
+        steps = sorted(set.intersection(*({r["step"] for r in evals if r["seen"]} for _, _, evals in members)))
+        if not steps:
+            continue
+        at = [{r["step"]: r for r in evals} for _, _, evals in members]
+        seen = [at[0][s]["seen"] / 1e6 for s in steps]
+        y = np.array([[run[s]["bpb"] for s in steps] for run in at])                   # (seeds, evaluations)
+        line, = ax.plot(seen, y.mean(0), label=label, marker="o", ms=3, lw=1.6, ls=["-", "--", ":"][k // 10 % 3])
+        ax.fill_between(seen, y.min(0), y.max(0), color=line.get_color(), alpha=0.15, lw=0)
+        last += y[:, -1].tolist()
+    if last:
+        ax.set_ylim(min(last) - 0.05, min(last) + 0.8)
+    ax.set(xlabel="text seen in training, MB", ylabel="bits per byte, held-out text")
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False)
+    try:
+        fig.savefig(path, dpi=130)
+    except (OSError, ValueError) as e:
+        fail(f"cannot write {path}: {e}; give --plot a name that ends in .png or .svg")
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def main(argv=None):
@@ -317,7 +428,13 @@ def main(argv=None):
     c.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest bytes only; 0 = all")
     c.add_argument("--top_p", type=float, default=1.0, help="draw from the fewest bytes that hold this share")
     c.add_argument("--seed", type=int, default=0)
+    c = commands.add_parser("compare", help="finished runs side by side", allow_abbrev=False)
+    c.error = parser.error
+    c.add_argument("runs", nargs="+", metavar="RUN", help="folders that train.py has written")
+    c.add_argument("--plot", help="also draw bits per byte against bytes seen, into this .png or .svg")
     args = parser.parse_args(argv)
+    if args.command == "compare":
+        return command_compare(args)
     for name, low, high in (("batch_rows", 1, math.inf), ("bytes", 0, math.inf), ("temperature", 0, math.inf),
                             ("top_k", 0, math.inf), ("top_p", 1e-9, 1), ("seed", 0, 2 ** 31)):
         value = getattr(args, name, low)

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 
 SEPARATOR = 256   # starts every document and every row; text is bytes 0..255 and cannot contain it
 VOCAB = 257
+CHUNKERS = ["rl", "hnet", "pooling", "bpe", "space", "stride", "entropy", "random", "byte"]   # see Chunker
 NO_TARGET = -1    # target of a position that predicts nothing: padding, or the byte before a separator
 
 
@@ -41,6 +42,7 @@ NO_TARGET = -1    # target of a position that predicts nothing: padding, or the 
 @dataclass
 class ModelConfig:
     """What the model and its losses are made of. train.py adds the run's settings and makes the command line."""
+    chunker: str = "rl"           # what places boundaries: rl, hnet, pooling, bpe, space, stride, entropy, random or byte
     n_embd: int = 768             # C, width of every layer
     n_head: int = 12              # H, heads; the paper's head size is 64
     n_enc: int = 4                # byte layers before the boundaries
@@ -54,6 +56,8 @@ class ModelConfig:
     lambda_pi: float = 0.1        # weight of the score-function loss; paper: 0.01
     lambda_target: float = 0.1    # weight of the loss that holds the rate at its target; paper: 0.01
     lambda_early: float = 0.1     # share of the early exit in the likelihood loss
+    lambda_ratio: float = 0.03    # weight of hnet's ratio loss
+    lambda_prior: float = 1.0     # weight of pooling's binomial prior
     early_relative: bool = True   # reward relative to the early exit's log-likelihood
     batch_relative: bool = True   # reward relative to its mean over the batch at the same position
 
@@ -207,13 +211,209 @@ class Transformer(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the policy: where does a chunk end?
+# chunkers: where does a chunk end, what goes in, where does it come out, and what trains that?
+
+class Chunker(nn.Module):
+    """What every chunker has, with the defaults that most share. The others are below, in the same five steps:
+
+                  features, sample: a_i = 1 where          pool: chunk m is    spread: byte i gets    loss: trained by
+        rl        u <= p, p from h_i                       h at its end        chunk g(i)             score function
+        hnet      p >= 1/2, p from h_{i-1}, h_i            h at its end        smoothed chunk g(i)    straight-through, ratio loss
+        pooling   Bernoulli, relaxed, > 1/2, from h_i      mean h over it      chunk g(i)             straight-through, binomial prior
+        entropy   the early exit is unsure of x_{i+1}      h at its end        chunk g(i)             nothing; a threshold follows
+        space, stride, random, byte, bpe: a rule           h at its end        chunk g(i)             nothing
+
+    A boundary at i reads bytes up to i only, so that byte i itself may already use its chunk; bpe alone looks ahead.
+    """
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+
+    def init_weights(self):
+        pass
+
+    def features(self, h, x, early_logits, token_start):
+        """What decides: h (B,T,C), x (B,T), early_logits (B,T,257), token_start (B,T) bool or None -> v (B,T,...)."""
+        raise NotImplementedError
+
+    def sample(self, v, u):
+        """v, and u (B,T) uniforms in [0,1) or None for the greedy choice -> a (B,T) bool, a_0 = 1 always."""
+        raise NotImplementedError
+
+    def soft(self, v, a, u):
+        """The decision as a number in 0..1, (B,T) fp32, through which gradients may flow."""
+        return a.float()
+
+    def pool(self, h, p, a, end, g):
+        """h (B,T,C), p from soft, a (B,T), end and g from chunk_index -> what the main transformer reads (B,M,C)."""
+        return take(h, end)
+
+    def spread(self, c, p, a, end, g):
+        """c (B,M,C) from the main transformer -> what is added to h (B,T,C)."""
+        return take(c, g)
+
+    def loss(self, v, a, p, late, early, real, free, pairs):
+        """Weighted loss (), and stats. late, early (B,T) nats, detached; real (B,T): byte has a target; free (B,T): the
+        action was a choice and is followed by a target."""
+        return 0.0, {}
+
+
+class Rule(Chunker):
+    """Boundaries without parameters."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        word = [b < 128 and chr(b).isalnum() or 0x80 <= b < 0xC0 for b in range(VOCAB)]
+        self.register_buffer("word", torch.tensor(word), persistent=False)
+        if cfg.chunker == "entropy":
+            self.register_buffer("threshold", torch.tensor(math.log(VOCAB)))   # nats; where an untrained head stands
+
+    def features(self, h, x, early_logits, token_start):
+        i = torch.arange(x.size(1), device=x.device).expand_as(x)              # (B, T)
+        match self.cfg.chunker:
+            case "byte":      # no compression: what chunks could cost at most
+                return torch.ones_like(x, dtype=torch.bool)
+            case "stride":    # every k-th byte (MegaByte, arXiv 2305.07185; Hourglass)
+                return i % round(1 / self.cfg.rate) == 0
+            case "random":    # decided by noise alone
+                return i
+            case "space":     # SpaceByte (arXiv 2404.14408): no letter, digit or UTF-8 continuation, and follows one
+                word = self.word[x]
+                return ~word & F.pad(word, (1, 0))[:, :-1]
+            case "bpe":       # the first byte of each GPT-2 token, found by reading ahead: guidance, not a causal policy
+                return token_start
+            case "entropy":   # Byte Latent Transformer (arXiv 2412.09871)
+                log_p = early_logits.detach().float().log_softmax(-1)
+                return -(log_p.exp() * log_p).sum(-1)                          # (B, T) nats
+
+    @torch.no_grad()
+    def sample(self, v, u):
+        B, T = v.shape
+        match self.cfg.chunker:
+            case "random" if u is None:   # fixed noise, from which a prefix takes what the whole takes
+                a = torch.rand(T, generator=torch.Generator().manual_seed(0)).to(v.device).expand(B, T) < self.cfg.rate
+            case "random":                # exactly round(rate * T) a row, the forced one among them
+                rank = F.pad(u[:, 1:], (1, 0), value=-1).argsort(1).argsort(1)
+                a = rank < round(self.cfg.rate * T)
+            case "entropy":
+                a = v > self.threshold
+            case _:
+                a = v
+        a = a.clone()
+        a[:, 0] = True
+        return a
+
+    def loss(self, v, a, p, late, early, real, free, pairs):
+        if self.cfg.chunker == "entropy" and self.training:   # up where there are too many boundaries: a running quantile
+            rate = all_sum((a & free).sum().float()) / world_size() / count(free)
+            self.threshold += 0.5 * (rate - self.cfg.rate)
+        return 0.0, {}
+
+
+class HNet(Chunker):
+    """H-Net's routing (Hwang et al. 2025, arXiv 2507.07955): a boundary where neighbours differ. Here, as in their code, a
+    boundary *opens* a chunk; what a chunk holds is the h it opens with."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.q = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+        self.k = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+
+    def init_weights(self):
+        nn.init.eye_(self.q.weight)
+        nn.init.eye_(self.k.weight)
+
+    def features(self, h, x, early_logits, token_start):
+        with torch.autocast(h.device.type, enabled=False):
+            h = h.float()
+            cos = F.cosine_similarity(self.q(h[:, :-1]), self.k(h[:, 1:]), -1)          # (B, T-1)
+        return F.pad(((1 - cos) / 2).clamp(0, 1), (1, 0), value=1.0)                    # (B, T) p, p_0 = 1
+
+    @torch.no_grad()
+    def sample(self, v, u):
+        return v >= 0.5
+
+    def soft(self, v, a, u):
+        return v
+
+    def spread(self, c, p, a, end, g):
+        c = smooth(c, p.gather(1, end).clamp(1e-4, 1 - 1e-4))                           # (B, M, C)
+        confidence = torch.where(a, p, 1 - p)
+        confidence = confidence + (1 - confidence).detach()                             # 1 forward, straight-through
+        return take(c, g) * confidence.unsqueeze(-1)                                    # (B, T, C)
+
+    def loss(self, v, a, p, late, early, real, free, pairs):
+        N = 1 / self.cfg.rate
+        f = all_sum((a & free).sum().float()) / world_size() / count(free)              # F, share of boundaries
+        G = (p * free).sum() / count(free)                                              # mean p, carries the gradient
+        ratio = N / (N - 1) * ((N - 1) * f * G + (1 - f) * (1 - G))                     # least, 1, at f = G = 1/N
+        return self.cfg.lambda_ratio * ratio, {}
+
+
+def smooth(c, p):
+    """Exponential moving average over chunks, s_m = p_m c_m + (1 - p_m) s_{m-1}: c (B,M,C), p (B,M) -> (B,M,C).
+
+    In log2(M) doublings: s covers the last n chunks, keep is the weight of what came before them."""
+    p = p.unsqueeze(-1)                                                                 # (B, M, 1)
+    s, keep, n = p * c, 1 - p, 1
+    while n < c.size(1):
+        s = torch.cat([s[:, :n], s[:, n:] + keep[:, n:] * s[:, :-n]], 1)
+        keep = torch.cat([keep[:, :n], keep[:, n:] * keep[:, :-n]], 1)
+        n *= 2
+    return s
+
+
+class Pooling(Chunker):
+    """Dynamic pooling (Nawrot et al. 2023, arXiv 2211.09761): a relaxed Bernoulli draw, made hard straight-through. A
+    boundary closes its chunk, the mean of whose bytes reaches the bytes from there on: no byte sees its own future."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.mlp = nn.Sequential(nn.Linear(cfg.n_embd, cfg.n_embd), nn.ReLU(), nn.Linear(cfg.n_embd, 1))
+
+    def init_weights(self):
+        nn.init.zeros_(self.mlp[0].bias)
+        nn.init.constant_(self.mlp[2].bias, math.log(self.cfg.rate / (1 - self.cfg.rate)))
+
+    def features(self, h, x, early_logits, token_start):
+        with torch.autocast(h.device.type, enabled=False):
+            return self.mlp(norm(h.float())).squeeze(-1)                                # (B, T) logits l
+
+    @torch.no_grad()
+    def sample(self, v, u):
+        a = v >= (0.0 if u is None else torch.logit(u))
+        a[:, 0] = True
+        return a
+
+    def soft(self, v, a, u):
+        noise = 0.0 if u is None else torch.logit(u, eps=1e-6)                          # logistic, as two Gumbels give
+        return torch.sigmoid((v - noise) / 0.5)                                         # temperature 1/2; > 1/2 where a
+
+    def pool(self, h, p, a, end, g):
+        B, T, C = h.shape
+        M = end.size(1)
+        hard = a + p - p.detach()                                                       # a forward, straight-through
+        before = hard.cumsum(1) - hard                                                  # boundaries before byte i
+        weight = 1 + before - before.detach()                                           # 1; carries that count's gradient
+        m = torch.where(g + ~a < M, g + ~a, M)                                          # chunk of byte i; M: not closed yet
+        m = (m + (M + 1) * torch.arange(B, device=h.device).unsqueeze(1)).flatten()     # (B*T,) flat row numbers
+        values = torch.cat([h.float() * weight.unsqueeze(-1), weight.unsqueeze(-1)], 2) # (B, T, C+1)
+        sums = values.new_zeros(B * (M + 1), C + 1).index_add(0, m, values.flatten(0, 1)).view(B, M + 1, C + 1)[:, :M]
+        return (sums[..., :-1] / sums[..., -1:].clamp(min=1e-9)).to(h.dtype)            # (B, M, C), 0 in padding
+
+    def loss(self, v, a, p, late, early, real, free, pairs):
+        n = free.sum(1).float()                                                         # (B,)
+        k = ((a + p - p.detach()) * free).sum(1)                                        # (B,) boundaries, straight-through
+        prior = torch.distributions.Binomial(n, torch.full_like(n, self.cfg.rate), validate_args=False)
+        return -self.cfg.lambda_prior * (prior.log_prob(k) / n.clamp(min=1)).mean(), {}
+
 
 CAP = 6.0   # soft cap of the boundary logit: p stays within 0.0025 .. 0.9975, so no action becomes impossible
 
 
-class Policy(nn.Module):
-    """Boundary logits. With h_i normed, L a linear map to w numbers, and a the actions so far (paper, section 3):
+class Policy(Chunker):
+    """`rl`. With h_i normed, L a linear map to w numbers, and a the actions so far (paper, section 3):
 
         v_i = L h_i,    l_i = cap(s * (v_i[0] + sum_{k=1}^{w-1} v_i[k] * a_{i-k}) + logit(rate)),    p_i = sigmoid(l_i)
 
@@ -221,14 +421,18 @@ class Policy(nn.Module):
     """
 
     def __init__(self, cfg):
-        super().__init__()
-        self.scale, self.logit_rate = cfg.gate_scale, math.log(cfg.rate / (1 - cfg.rate))
+        super().__init__(cfg)
+        self.logit_rate = math.log(cfg.rate / (1 - cfg.rate))
         self.linear = nn.Linear(cfg.n_embd, cfg.policy_window)
 
-    def features(self, h):
+    def init_weights(self):
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def features(self, h, x=None, early_logits=None, token_start=None):
         """h (B,T,C) -> scaled v (B,T,w) in fp32."""
         with torch.autocast(h.device.type, enabled=False):
-            return self.scale * self.linear(norm(h.float()))
+            return self.cfg.gate_scale * self.linear(norm(h.float()))
 
     def logits(self, v, a):
         """v (B,T,w) and actions a (B,T) -> capped logits l (B,T), all positions at once."""
@@ -241,9 +445,10 @@ class Policy(nn.Module):
     def sample(self, v, u):
         """Draw every action of a row: a_i = 1 where u_i <= p_i, and a_0 = 1 always.
 
-        v (B,T,w) features, u (B,T) uniforms in [0,1) -> a (B,T) bool. u = 1/2 everywhere is the greedy choice p >= 1/2.
+        v (B,T,w) features, u (B,T) uniforms in [0,1) -> a (B,T) bool. u None is u = 1/2 everywhere: the greedy p >= 1/2.
         u_i enters at byte i only, so that a prefix, or a row alone, draws the same actions as the whole batch.
         """
+        u = v.new_full(v.shape[:2], 0.5) if u is None else u
         # u <= sigmoid(CAP * tanh(l/CAP)) is solved for l, once a byte instead of once a state
         threshold = CAP * torch.atanh((torch.logit(u) / CAP).clamp(-1, 1)) - self.logit_rate   # (B, T), may be infinite
         if v.size(-1) == 1:
@@ -252,6 +457,24 @@ class Policy(nn.Module):
             a = sample_scan(v, threshold)
         a[:, 0] = True
         return a
+
+    def soft(self, v, a, u):
+        return torch.sigmoid(self.logits(v, a))
+
+    def loss(self, v, a, p, late, early, real, free, pairs):
+        """The discounted score-function loss, and what holds the rate (paper, section 3)."""
+        cfg = self.cfg
+        l = self.logits(v, a)                                                           # (B, T)
+        with torch.no_grad():   # the reward is a number: no gradient reaches the heads through it
+            R = -late + early if cfg.early_relative else -late                          # (B, T)
+            A = discounted_sum(centre(R, real, pairs, cfg.batch_relative), cfg.gamma)   # (B, T)
+            rate = all_sum((p * free).sum()) / world_size() / count(free)
+            entropy = -(p * F.logsigmoid(l) + (1 - p) * F.logsigmoid(-l))
+            stats = dict(entropy=(entropy * free).sum() / count(free), advantage_sq=(A ** 2 * free).sum() / count(free))
+        log_pi = F.logsigmoid(torch.where(a, l, -l))                                    # (B, T) log-probability of a
+        l_pi = -(A * log_pi * free).sum() / count(real)
+        l_target = (l * free).sum() / count(free) * (rate - cfg.rate)
+        return cfg.lambda_pi * l_pi + cfg.lambda_target * l_target, stats
 
 
 def sample_scan(v, threshold, piece=512):
@@ -369,6 +592,11 @@ def all_sum(x):
     return x
 
 
+def count(mask):
+    """Entries of mask (B,T) that are set on all ranks, as one rank's share: DDP averages over ranks what is divided by it."""
+    return (all_sum(mask.sum().float()) / world_size()).clamp(min=1e-9)
+
+
 def discounted_sum(R, gamma):
     """A_i = sum_{j >= i} gamma^(j-i) R_j, R (B,T) -> A (B,T), in log2(T) doublings: A covers the next s rewards."""
     A, s = R, 1
@@ -406,7 +634,7 @@ class ByteLM(nn.Module):
         self.embed = nn.Embedding(VOCAB, cfg.n_embd)
         self.encoder = Transformer(cfg, cfg.n_enc, 1, cfg.window)
         self.early_head = nn.Linear(cfg.n_embd, VOCAB, bias=False)
-        self.policy = Policy(cfg)
+        self.chunker = dict(rl=Policy, hnet=HNet, pooling=Pooling).get(cfg.chunker, Rule)(cfg)
         self.main = Transformer(cfg, cfg.n_main, 4)
         self.decoder = Transformer(cfg, cfg.n_dec, 1, cfg.window)
         self.late_head = nn.Linear(cfg.n_embd, VOCAB, bias=False)
@@ -414,24 +642,24 @@ class ByteLM(nn.Module):
 
     def init_weights(self):
         """Embedding N(0,1); linear maps N(0, 1/(3*fan_in)); heads a third of that deviation, so that the first loss is
-        near ln 257; policy 0, so that every first p is sigmoid(cap(logit(rate))): 0.204 at rate 0.2."""
+        near ln 257; chunkers as they say; rl's policy 0, so that every first p is sigmoid(cap(logit(rate))): 0.204 at 0.2."""
         for m in self.modules():
             if isinstance(m, nn.Linear):
                 nn.init.normal_(m.weight, std=(3 * m.in_features) ** -0.5)
         for head in (self.early_head, self.late_head):
             nn.init.normal_(head.weight, std=(3 * head.in_features) ** -0.5 / 3)
-        nn.init.zeros_(self.policy.linear.weight)
-        nn.init.zeros_(self.policy.linear.bias)
+        self.chunker.init_weights()
 
-    def forward(self, x, y=None, u=None, pairs=0):
+    def forward(self, x, y=None, u=None, pairs=0, token_start=None):
         """One pass over rows of bytes; with targets also the losses.
 
         x      (B-pairs, T) ids 0..256, each row starting with SEPARATOR
         y      (B-pairs, T) the next byte of each position, NO_TARGET where there is none; or None
         u      (B, T) uniforms in [0,1) that decide the boundaries; None = greedy, p >= 1/2, which is for evaluation
         pairs  the first `pairs` rows of x run twice, with boundaries of their own (twins, see `centre`)
+        token_start  (B-pairs, T) bool, for the chunker `bpe` only
 
-        Returns a dict: logits, early_logits (B,T,257), v (B,T,w), p (B,T), a (B,T) bool; with y also loss () and stats,
+        Returns a dict: logits, early_logits (B,T,257), v (B,T,...), p (B,T), a (B,T) bool; with y also loss () and stats,
         a dict of detached scalars.
         """
         d = self.cfg.n_embd // self.cfg.n_head
@@ -440,54 +668,38 @@ class ByteLM(nn.Module):
         h = self.encoder(self.embed(x), rope, mask)                                     # (B-pairs, T, C)
         early_logits = self.early_head(norm(h))                                         # (B-pairs, T, 257)
 
+        v = self.chunker.features(h, x, early_logits, token_start)                      # (B-pairs, T, ...)
         if pairs:   # twins share everything up to here
-            twice = lambda t: torch.cat([t[:pairs], t])
-            h, early_logits = twice(h), twice(early_logits)                             # (B, T, ...)
-            y = None if y is None else twice(y)
-        v = self.policy.features(h)                                                     # (B, T, w)
-        a = self.policy.sample(v, torch.full(v.shape[:2], 0.5, device=x.device) if u is None else u)
-        l = self.policy.logits(v, a)                                                    # (B, T)
+            twice = lambda t: None if t is None else torch.cat([t[:pairs], t])
+            h, early_logits, v, y = twice(h), twice(early_logits), twice(v), twice(y)   # (B, T, ...)
+        a = self.chunker.sample(v, u)                                                   # (B, T)
+        p = self.chunker.soft(v, a, u)                                                  # (B, T)
 
         end, g = chunk_index(a)                                                         # (B, M), (B, T)
-        c = self.main(take(h, end), rope[0, end])                                       # (B, M, C)
-        z = self.decoder(h + take(c, g), rope, mask)                                    # (B, T, C)
+        c = self.main(self.chunker.pool(h, p, a, end, g), rope[0, end])                 # (B, M, C)
+        z = self.decoder(h + self.chunker.spread(c, p, a, end, g), rope, mask)          # (B, T, C)
         logits = self.late_head(norm(z))                                                # (B, T, 257)
-        out = dict(logits=logits, early_logits=early_logits, v=v, p=torch.sigmoid(l), a=a)
+        out = dict(logits=logits, early_logits=early_logits, v=v, p=p, a=a)
         if y is not None:
-            out["loss"], out["stats"] = self.losses(logits, early_logits, l, a, y, pairs)
+            out["loss"], out["stats"] = self.losses(out, y, pairs)
         return out
 
-    def losses(self, logits, early_logits, l, a, y, pairs):
-        """All losses (paper, section 3): logits, early_logits (B,T,257), l, a, y (B,T) -> loss (), stats.
+    def losses(self, out, y, pairs):
+        """All losses (paper, section 3): out of forward, y (B,T) -> loss (), stats.
 
         Losses are means over the real targets of this forward pass on all ranks. A stat's mean over ranks is its value:
         late, early and entropy in nats, rate a share, advantage_sq the mean square of A.
         """
-        cfg = self.cfg
-        late, early = nll(logits, y), nll(early_logits, y)                              # (B, T) nats, 0 where no target
+        cfg, a = self.cfg, out["a"]
+        late, early = nll(out["logits"], y), nll(out["early_logits"], y)                # (B, T) nats, 0 where no target
         real = y != NO_TARGET
         free = real.flip(1).cumsum(1).flip(1) > 0      # actions with a reward still to come ...
         free[:, 0] = False                             # ... and not the forced first one
-
-        with torch.no_grad():   # the reward is a number: no gradient reaches the heads through it
-            R = -late + early if cfg.early_relative else -late
-            A = discounted_sum(centre(R, real, pairs, cfg.batch_relative), cfg.gamma)       # (B, T)
-            p = torch.sigmoid(l)
-            sums = torch.stack([real.sum(), free.sum(), (p * free).sum()]).float()
-            n, n_free, p_sum = (all_sum(sums) / world_size()).clamp(min=1e-9)           # a rank's share: DDP averages
-        log_pi = F.logsigmoid(torch.where(a, l, -l))                                    # (B, T) log-probability of a
-
-        l_auto, l_early = late.sum() / n, early.sum() / n
-        l_pi = -(A * log_pi * free).sum() / n
-        l_target = (l * free).sum() / n_free * (p_sum / n_free - cfg.rate)
+        l_auto, l_early = late.sum() / count(real), early.sum() / count(real)
+        l_chunker, stats = self.chunker.loss(out["v"], a, out["p"], late.detach(), early.detach(), real, free, pairs)
         # differs from the paper's formula, L_auto + 0.1 L_early; its authors' code mixes 0.9 / 0.1, as here
-        loss = ((1 - cfg.lambda_early) * l_auto + cfg.lambda_early * l_early
-                + cfg.lambda_pi * l_pi + cfg.lambda_target * l_target)
-
-        with torch.no_grad():
-            entropy = -(p * F.logsigmoid(l) + (1 - p) * F.logsigmoid(-l))
-            stats = dict(late=l_auto, early=l_early, rate=(a & free).sum() / n_free,
-                         entropy=(entropy * free).sum() / n_free, advantage_sq=(A ** 2 * free).sum() / n_free)
+        loss = (1 - cfg.lambda_early) * l_auto + cfg.lambda_early * l_early + l_chunker
+        stats = dict(late=l_auto, early=l_early, rate=(a & free).sum() / count(free)) | stats
         return loss, {k: s.detach() for k, s in stats.items()}
 
     @torch.no_grad()
@@ -538,10 +750,10 @@ def flops_per_byte(cfg, T, rate):
 
 
 def param_groups(model, lr, gate_lr, weight_decay):
-    """AdamW's three groups, each with its peak_lr: matrices decay, gains and the embedding do not, the policy has a rate
+    """AdamW's three groups, each with its peak_lr: matrices decay, gains and the embedding do not, the chunker has a rate
     of its own (differs from the paper): it must be sharp early, so that the main transformer can profit from its words.
     """
-    policy = list(model.policy.parameters())
+    policy = list(model.chunker.parameters())
     rest = [p for p in model.parameters() if all(p is not q for q in policy + [model.embed.weight])]
     return [dict(params=[p for p in rest if p.ndim == 2], peak_lr=lr, weight_decay=weight_decay),
             dict(params=[p for p in rest if p.ndim < 2] + [model.embed.weight], peak_lr=lr, weight_decay=0.0),

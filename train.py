@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data import Loader, fail, load
 from eval import boundaries, cut, evaluate, find_device, load_weights, plain_streams, read_checkpoint
-from model import ByteLM, ModelConfig, all_sum, flops_per_byte, param_groups
+from model import CHUNKERS, ByteLM, ModelConfig, all_sum, flops_per_byte, param_groups
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class TrainConfig(ModelConfig):
     warmup_steps: int = 858       # steps of linear warm-up from a tenth of the peak; at most half the run
     schedule: str = "cosine"      # cosine = down to 0 from the peak on; wsd = stay, then down to 0 over the last 40 %
     lr: float = 1.5e-3            # peak learning rate of AdamW
-    gate_lr: float = 6e-3         # the same for the policy
+    gate_lr: float = 6e-3         # the same for the chunker
     weight_decay: float = 0.1     # of matrices
     beta1: float = 0.9            # AdamW's averages of the gradient
     beta2: float = 0.95           # and of its square
@@ -83,7 +83,7 @@ PRESETS = {
                 max_steps=6485, warmup_steps=477, lr=2e-3),
     "147m": dict(),   # the defaults above
 }
-CHOICES = dict(preset=["auto", *PRESETS], dtype=["auto", "bf16", "fp32"], compile=["auto", "on", "off"],
+CHOICES = dict(preset=["auto", *PRESETS], chunker=CHUNKERS, dtype=["auto", "bf16", "fp32"], compile=["auto", "on", "off"],
                schedule=["cosine", "wsd"])
 LEAST = dict(n_embd=2, n_head=1, window=1, policy_window=1, row_bytes=2, batch_rows=1, accum_steps=1,
              log_every=1, eval_every=1, save_every=1, eval_bytes=1)   # all other numbers start at 0
@@ -295,6 +295,26 @@ def peak_flops(device, world):
     return next((v * 1e12 * world for k, v in PEAK_TFLOPS.items() if k in name), None)
 
 
+def gate_snr(model, loader, row, b, twins, seed, rank, world, micro=8):
+    """Signal to noise of the chunker's gradient: norm of its mean over norm of its deviation, across `micro` micro-batches a
+    rank of b rows to come, which are not used up. The mean's own noise is taken off: 0 means that no signal shows."""
+    parameters = list(model.chunker.parameters())
+    if not parameters:
+        return math.nan
+    generator = torch.Generator(parameters[0].device).manual_seed(seed)
+    sums = 0
+    for k in range(micro):
+        u = torch.rand(world, b, loader.T, generator=generator, device=parameters[0].device)[rank]
+        x, y, _ = loader.rows(row + (k * world + rank) * (b - twins), b - twins)
+        loss = model(x.to(u.device), y.to(u.device), u, twins)["loss"]
+        g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]).double()
+        sums = sums + torch.stack([g, g ** 2])
+    n = micro * world
+    mean, square = all_sum(sums) / n
+    variance = ((square - mean ** 2).sum() * n / (n - 1)).item()
+    return math.sqrt(max(0.0, mean.square().sum().item() - variance / n) / variance) if variance else math.nan
+
+
 def look(model, text, cfg, rank, world):
     """Evaluate on held-out text -> numbers, and lines to print: a summary and two places of the text, cut."""
     model.eval()
@@ -348,6 +368,8 @@ def main(argv=None):
     train_text, val_text = load(cfg.data, cfg.data_dir)
     if rank == 0:
         wait()
+    if cfg.chunker == "bpe":
+        train_text.mark_tokens(), val_text.mark_tokens()
     loader = Loader(train_text, cfg.row_bytes, cfg.seed)
     say(f"text: {len(train_text.data):,} bytes to train on, {len(val_text.data):,} held out")
 
@@ -407,11 +429,13 @@ def main(argv=None):
             stopping = asked and bool(all_sum(torch.tensor(float(stopping), device=device)))
 
         pause = time.time()
+        twins = cfg.pairs // parts if step < cfg.pair_steps else 0
         if (step % cfg.eval_every == 0 or last) and not (cfg.resume and step == start):
             with autocast():
                 e, lines = look(model, val_text, cfg, rank, world)
+                snr = gate_snr(model, loader, row, b, twins, cfg.seed * 1000003 + step, rank, world)
             say(f"eval {step}: " + "\n".join(lines))
-            record(step=step, kind="eval", **e)
+            record(step=step, kind="eval", seen=row * cfg.row_bytes, gate_snr=snr, **e)
         if rank == 0 and (step % cfg.save_every == 0 and step > start or last or stopping):
             save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(),
                  step=step, row=row, config=asdict(cfg))
@@ -423,17 +447,17 @@ def main(argv=None):
         share = learning_rate(cfg, step)
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * share
-        twins = cfg.pairs // parts if step < cfg.pair_steps else 0
         generator = torch.Generator(device).manual_seed(cfg.seed * 1000003 + step)
         u = torch.rand(cfg.batch_rows, cfg.row_bytes, generator=generator, device=device)
         stats = 0
         for micro in range(cfg.accum_steps):
             part = micro * world + rank
-            x, y = loader.rows(row + part * (b - twins), b - twins)
+            batch = loader.rows(row + part * (b - twins), b - twins)
+            x, y, token_start = (None if t is None else t.to(device) for t in batch)
             if world > 1:   # before forward, or it has no effect
                 trained.require_backward_grad_sync = micro == cfg.accum_steps - 1
             with autocast():
-                result = trained(x.to(device), y.to(device), u[part * b:(part + 1) * b], twins)
+                result = trained(x, y, u[part * b:(part + 1) * b], twins, token_start)
             (result["loss"] / cfg.accum_steps).backward()
             stats = stats + torch.stack(list(result["stats"].values()))
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
@@ -455,8 +479,8 @@ def main(argv=None):
                 f"| rate {s['rate']:.3f} | lr {cfg.lr * share:.2e} | grad {float(grad_norm):.2f} | {speed / 1e3:.1f} kB/s "
                 f"| mfu {mfu} | eta {clock((now - begin) / (done - start) * (cfg.max_steps - done))}")
             record(step=done, kind="train", bytes=row * cfg.row_bytes, late_bpb=late, early_bpb=early, rate=s["rate"],
-                   entropy=s["entropy"], advantage_std=s["advantage_sq"] ** 0.5, lr=cfg.lr * share, grad_norm=float(grad_norm),
-                   kB_per_s=speed / 1e3)
+                   entropy=s.get("entropy"), advantage_std=s["advantage_sq"] ** 0.5 if "advantage_sq" in s else None,
+                   lr=cfg.lr * share, grad_norm=float(grad_norm), kB_per_s=speed / 1e3)
 
     # -- the end
     wait()
