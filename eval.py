@@ -342,13 +342,13 @@ def summary(run):
 def command_compare(args):
     """A Markdown table, one line a setting: mean and, over several seeds, their standard deviation."""
     found = [(folder, read_run(folder)) for folder in args.runs]
-    for folder, (config, _, evals) in found:
-        if not evals or evals[-1]["step"] < config["max_steps"]:
-            at = evals[-1]["step"] if evals else 0
-            print(f"left out: {folder} stands at step {at} of {config['max_steps']}", file=sys.stderr)
-    runs = [run for _, run in found if run[2] and run[2][-1]["step"] >= run[0]["max_steps"]]
+    step = lambda evals: evals[-1]["step"] if evals else 0
+    runs = [run for _, run in found if run[2] and step(run[2]) >= run[0]["max_steps"]]
     if not runs:
         fail("no finished run among those given; let one finish: python train.py --resume --name NAME")
+    for folder, (config, _, evals) in found:
+        if not evals or step(evals) < config["max_steps"]:
+            print(f"left out: {folder} stands at step {step(evals)} of {config['max_steps']}", file=sys.stderr)
     digits = {"bits per byte": 4, "bytes a chunk": 2, "std of A": 2, "kB/s": 1, "MFLOP a byte": 2, "parameters": 0, "MB seen": 1}
     lines = []
     for label, members in groups(runs).items():

@@ -306,8 +306,7 @@ class Rule(Chunker):
 
     def loss(self, v, a, p, late, early, real, free, pairs):
         if self.cfg.chunker == "entropy" and self.training:   # up where there are too many boundaries: a running quantile
-            rate = all_sum((a & free).sum().float()) / world_size() / count(free)
-            self.threshold += 0.5 * (rate - self.cfg.rate)
+            self.threshold += 0.5 * (batch_mean(a, free) - self.cfg.rate)
         return 0.0, {}
 
 
@@ -345,7 +344,7 @@ class HNet(Chunker):
 
     def loss(self, v, a, p, late, early, real, free, pairs):
         N = 1 / self.cfg.rate
-        f = all_sum((a & free).sum().float()) / world_size() / count(free)              # F, share of boundaries
+        f = batch_mean(a, free)                                                         # F, share of boundaries
         G = (p * free).sum() / count(free)                                              # mean p, carries the gradient
         ratio = N / (N - 1) * ((N - 1) * f * G + (1 - f) * (1 - G))                     # least, 1, at f = G = 1/N
         return self.cfg.lambda_ratio * ratio, {}
@@ -393,9 +392,9 @@ class Pooling(Chunker):
     def pool(self, h, p, a, end, g):
         B, T, C = h.shape
         M = end.size(1)
-        hard = a + p - p.detach()                                                       # a forward, straight-through
+        hard = a + (p - p.detach())                                                     # a forward, straight-through
         before = hard.cumsum(1) - hard                                                  # boundaries before byte i
-        weight = 1 + before - before.detach()                                           # 1; carries that count's gradient
+        weight = 1 + (before - before.detach())                                         # 1; carries that count's gradient
         m = torch.where(g + ~a < M, g + ~a, M)                                          # chunk of byte i; M: not closed yet
         m = (m + (M + 1) * torch.arange(B, device=h.device).unsqueeze(1)).flatten()     # (B*T,) flat row numbers
         values = torch.cat([h.float() * weight.unsqueeze(-1), weight.unsqueeze(-1)], 2) # (B, T, C+1)
@@ -404,7 +403,7 @@ class Pooling(Chunker):
 
     def loss(self, v, a, p, late, early, real, free, pairs):
         n = free.sum(1).float()                                                         # (B,)
-        k = ((a + p - p.detach()) * free).sum(1)                                        # (B,) boundaries, straight-through
+        k = ((a + (p - p.detach())) * free).sum(1)                                      # (B,) boundaries, straight-through
         prior = torch.distributions.Binomial(n, torch.full_like(n, self.cfg.rate), validate_args=False)
         return -self.cfg.lambda_prior * (prior.log_prob(k) / n.clamp(min=1)).mean(), {}
 
@@ -468,7 +467,7 @@ class Policy(Chunker):
         with torch.no_grad():   # the reward is a number: no gradient reaches the heads through it
             R = -late + early if cfg.early_relative else -late                          # (B, T)
             A = discounted_sum(centre(R, real, pairs, cfg.batch_relative), cfg.gamma)   # (B, T)
-            rate = all_sum((p * free).sum()) / world_size() / count(free)
+            rate = batch_mean(p, free)
             entropy = -(p * F.logsigmoid(l) + (1 - p) * F.logsigmoid(-l))
             stats = dict(entropy=(entropy * free).sum() / count(free), advantage_sq=(A ** 2 * free).sum() / count(free))
         log_pi = F.logsigmoid(torch.where(a, l, -l))                                    # (B, T) log-probability of a
@@ -595,6 +594,12 @@ def all_sum(x):
 def count(mask):
     """Entries of mask (B,T) that are set on all ranks, as one rank's share: DDP averages over ranks what is divided by it."""
     return (all_sum(mask.sum().float()) / world_size()).clamp(min=1e-9)
+
+
+@torch.no_grad()
+def batch_mean(x, mask):
+    """Mean of x (B,T) over mask (B,T) on all ranks, a number without gradient."""
+    return all_sum((x * mask).sum().float()) / world_size() / count(mask)
 
 
 def discounted_sum(R, gamma):

@@ -101,10 +101,11 @@ def test_policy_loss_reaches_policy_and_encoder_only_and_rewards_carry_no_gradie
         assert (g.abs().max() > 1e-8) == reached, name
 
 
-@pytest.mark.parametrize("w", [1, 4])
-def test_every_parameter_learns(w):
-    model = tiny(policy_window=w)
-    model(*rows(4, 20), noise(4, 20), 0)["loss"].backward()
+@pytest.mark.parametrize("chunker,w", [("rl", 4)] + [(c, 1) for c in M.CHUNKERS])
+def test_every_parameter_learns(chunker, w):
+    model = tiny(chunker=chunker, policy_window=w)
+    x, y = rows(4, 20)
+    model(x, y, noise(4, 20), token_start=x % 3 == 0)["loss"].backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.abs().max() > 0, name
 
@@ -165,17 +166,27 @@ def test_twins_share_text_and_early_exit_but_not_boundaries():
 # ---------------------------------------------------------------------------------------------------------------------
 # model: nothing leaks
 
-@pytest.mark.parametrize("w", [1, 4])
+CAUSAL = [c for c in M.CHUNKERS if c != "bpe"]
+
+
+@pytest.mark.parametrize("chunker,w", [("rl", 1), ("rl", 4)] + [(c, 1) for c in CAUSAL if c != "rl"])
 @pytest.mark.parametrize("how", ["sampled", "greedy", "all", "first only"])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_future_never_reaches_the_past(w, how, training):
+def test_the_future_never_reaches_the_past(chunker, w, how, training):
+    if chunker not in ("rl", "pooling") and how in ("all", "first only"):
+        pytest.skip("boundaries cannot be forced")
     B, T = 3, 24
-    model = tiny(policy_window=w).train(training)
+    model = tiny(chunker=chunker, policy_window=w).train(training)
     x, _ = rows(B, T)
     u = {"sampled": noise(B, T), "greedy": None, "all": torch.zeros(B, T), "first only": torch.ones(B, T)}[how]
     with torch.no_grad():
-        if how == "greedy":
+        if how == "greedy" and chunker == "rl":
             model.chunker.linear.bias.fill_(1.4)                 # about half of the bytes
+        if how == "greedy" and chunker == "pooling":
+            model.chunker.mlp[2].weight.mul_(10)
+        if chunker == "entropy":
+            model.early_head.weight.mul_(5)
+            model.chunker.threshold.copy_(model.chunker.features(None, x, model(x)["early_logits"], None).median())
         full = model(x, u=u)
         for k in range(1, T):
             changed = x.clone()
@@ -185,8 +196,12 @@ def test_the_future_never_reaches_the_past(w, how, training):
             for name in ("logits", "early_logits", "p"):
                 assert torch.allclose(out[name][:, :k], full[name][:, :k], atol=1e-5), (name, k)
             assert torch.equal(out["a"][:, :k], full["a"][:, :k])
+            if chunker == "random" and u is not None:
+                continue                                        # an exact number a row depends on the row's length
             short = model(x[:, :k], u=None if u is None else u[:, :k])   # nor does the row's length matter
             assert torch.allclose(short["logits"], full["logits"][:, :k], atol=1e-5), k
+        if how in ("sampled", "greedy") and chunker != "byte":
+            assert 1 < full["a"].float().sum(1).mean() < T      # there was something to leak through
 
 
 def test_noise_at_one_byte_decides_that_byte_only():
@@ -225,16 +240,18 @@ def test_rows_do_not_depend_on_neighbours_and_padding_does_not_matter():
 
 @pytest.mark.parametrize("text", [b"T" * 500, b" " * 100, bytes(100), b"x", bytes(range(256)), b"a b c d e f " * 40, b"\xff\xfe" * 50],
                          ids=["one letter", "blanks", "zeros", "one byte", "all bytes", "short words", "not utf-8"])
-def test_odd_input_gives_finite_results_of_the_right_shape(text):
-    model = tiny()
+@pytest.mark.parametrize("chunker", M.CHUNKERS)
+def test_odd_input_gives_finite_results_of_the_right_shape(text, chunker):
+    model = tiny(chunker=chunker)
     y = torch.tensor([list(text)] * 2)
     x = torch.cat([torch.full((2, 1), SEPARATOR), y[:, :-1]], 1)
     for u in (None, noise(2, len(text)), torch.zeros(2, len(text)), torch.ones(2, len(text))):
-        out = model(x, y, u)
+        out = model(x, y, u, token_start=x % 3 == 0)
+        assert out["a"][:, 0].all() and ((out["p"] >= 0) & (out["p"] <= 1)).all()
         assert out["logits"].shape == (2, len(text), 257) and out["a"].shape == (2, len(text))
         assert out["logits"].isfinite().all() and out["loss"].isfinite()
         out["loss"].backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 def test_extreme_logits_stay_finite():
@@ -341,6 +358,139 @@ def test_sample_byte_obeys_its_limits():
     assert M.sample_byte(logits, top_k=1000).max() < 256
     p = torch.tensor([[0.5, 0.3, 0.2] + [0.0] * 254]).log().expand(2000, -1)
     assert set(M.sample_byte(p, top_p=0.6).tolist()) == {0, 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model: the other chunkers
+
+def test_rules_place_boundaries_where_they_say():
+    text = "It's \u00e9t\u00e9,  ok--yes 42!".encode()
+    x = torch.tensor([[SEPARATOR, *text]])
+    at = lambda chunker, u=None: tiny(chunker=chunker)(x, u=u)["a"][0, 1:]
+    word = [b < 128 and chr(b).isalnum() or 0x80 <= b < 0xC0 for b in text]
+    assert at("space").tolist() == [not w and i > 0 and word[i - 1] for i, w in enumerate(word)]
+    assert evaluation.cut(text, at("space").tolist()) == "It'|s |\u00e9t\u00e9|,|  ok-|-yes |42!|"   # a lead byte counts as a space
+    assert at("stride").nonzero().flatten().tolist() == list(range(4, len(text), 5))
+    assert at("byte").all()
+    a = tiny(chunker="random")(*rows(50, 64), noise(50, 64))["a"]
+    assert (a.sum(1) == 13).all() and a[:, 0].all()             # round(0.2 * 64)
+    assert a[:, 1:].float().mean(0).std() < 0.1                 # nowhere preferred
+
+
+def test_bpe_boundaries_are_the_first_bytes_of_tokens():
+    tiktoken = pytest.importorskip("tiktoken")
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except Exception as e:
+        pytest.skip(f"no GPT-2 vocabulary here: {type(e).__name__}")
+    docs = ["Hello there, tokenization!".encode(), "na\u00efve \U0001f600".encode() + b"\xff\xfeab"]
+    corpus = data.Corpus(np.frombuffer(b"".join(docs), np.uint8), [0, len(docs[0])]).mark_tokens()
+    pieces = [encoding.decode_single_token_bytes(t) for t in encoding.encode_ordinary(docs[0].decode())]
+    pieces += [encoding.decode_single_token_bytes(t) for t in encoding.encode_ordinary(docs[1][:-4].decode())]
+    pieces += [b"\xff", b"\xfe"] + [encoding.decode_single_token_bytes(t) for t in encoding.encode_ordinary("ab")]
+    assert b"".join(pieces) == b"".join(docs)
+    assert corpus.token_start.tolist() == [k == 0 for piece in pieces for k in range(len(piece))]
+    x, _, token_start = corpus.window([0, 10], 40)
+    starts = iter(corpus.token_start.tolist())
+    assert token_start[0, :len(corpus)].tolist() == [i == SEPARATOR or next(starts) for i in x[0, :len(corpus)].tolist()]
+    assert token_start[1, :20].tolist() == [True] + token_start[0, 11:30].tolist()
+    out = tiny(chunker="bpe")(x, token_start=token_start)
+    assert torch.equal(out["a"], token_start)
+
+
+def test_smoothing_equals_the_loop_over_chunks():
+    c, p = torch.randn(3, 21, 5, dtype=torch.double), torch.rand(3, 21, dtype=torch.double)
+    s, expected = torch.zeros(3, 5, dtype=torch.double), []
+    for m in range(21):
+        s = p[:, m:m + 1] * c[:, m] + (1 - p[:, m:m + 1]) * s
+        expected.append(s)
+    assert torch.allclose(M.smooth(c, p), torch.stack(expected, 1), atol=1e-12)
+
+
+def test_hnet_routes_by_the_cosine_of_neighbours_and_keeps_confidence_at_one():
+    model = tiny(chunker="hnet")
+    h = torch.randn(2, 9, 32)
+    p = model.chunker.features(h, None, None, None)
+    cos = F.cosine_similarity(h[:, :-1], h[:, 1:], -1)          # identity at the start
+    assert torch.allclose(p[:, 1:], (1 - cos) / 2, atol=1e-6) and (p[:, 0] == 1).all()
+    p = p.detach().requires_grad_()
+    a = model.chunker.sample(p, None)
+    end, g = M.chunk_index(a)
+    c = torch.randn(2, end.size(1), 32)
+    out = model.chunker.spread(c, p, a, end, g)
+    assert torch.allclose(out, M.take(M.smooth(c, p.gather(1, end).clamp(1e-4, 1 - 1e-4)), g), atol=1e-6)
+    grad, = torch.autograd.grad(out.sum(), p)
+    skipped = ~a                                                # there the confidence is 1 - p, and nothing else sees p
+    assert torch.allclose(grad[skipped], -out.sum(-1)[skipped], atol=1e-4)
+
+
+def test_ratio_loss_is_least_at_the_target_rate_and_pushes_towards_it():
+    model = tiny(chunker="hnet", lambda_ratio=1.0)
+    free = torch.ones(4, 25, dtype=torch.bool)
+    for k, sign in ((2, -1), (5, 0), (15, 1)):                  # boundaries in 25 bytes, the target being 5
+        a = torch.zeros(4, 25, dtype=torch.bool)
+        a[:, :k] = True
+        p = a.float().requires_grad_()
+        loss, _ = model.chunker.loss(p, a, p, None, None, free, free, 0)
+        f = k / 25
+        assert loss.item() == pytest.approx(5 / 4 * (4 * f * f + (1 - f) ** 2), abs=1e-5)
+        slope = torch.autograd.grad(loss, p)[0].sum().item()
+        assert slope * sign > 0 if sign else abs(slope) < 1e-5
+
+
+def test_pooling_equals_dense_assignment_matrices_in_value_and_gradient():
+    """The reference writes chunks as (T, M) matrices of ones and zeros, through which the straight-through gradient flows."""
+    model = tiny(chunker="pooling", n_embd=6, n_head=1)
+    h, l, u = torch.randn(3, 30, 6), torch.randn(3, 30), noise(3, 30)
+    weight = torch.randn(3, 30, 6)
+
+    def ours(l):
+        a = model.chunker.sample(l, u)
+        p = model.chunker.soft(l, a, u)
+        end, g = M.chunk_index(a)
+        return model.chunker.spread(model.chunker.pool(h, p, a, end, g), p, a, end, g), a, p
+
+    def dense(l):
+        _, a, p = ours(l)
+        hard = a + (p - p.detach())
+        before = hard.cumsum(1) - hard                          # (B, T)
+        off = torch.arange(int(a.sum(1).max())) - before.unsqueeze(-1)                      # (B, T, M), 0 in the own chunk
+        member = torch.where(off.detach() == 0, 1 - off, 0)
+        c = (member / (member.sum(1, keepdim=True) + 1e-9)).transpose(1, 2) @ h             # (B, M, C)
+        reach = a.cumsum(1).unsqueeze(-1) - 1 == torch.arange(c.size(1))
+        return reach.float() @ c, a, p
+
+    results = []
+    for f in (ours, dense):
+        leaf = l.clone().requires_grad_()
+        out, *_ = f(leaf)
+        results.append((out, torch.autograd.grad((out * weight).sum(), leaf)[0]))
+    assert torch.allclose(results[0][0], results[1][0], atol=1e-5)
+    assert results[0][1].abs().max() > 1e-3 and torch.allclose(results[0][1], results[1][1], atol=1e-5)
+    _, a, p = ours(l)
+    assert torch.equal(a[:, 1:], p[:, 1:] > 0.5)                # the soft draw is on the hard one's side
+
+
+@pytest.mark.parametrize("chunker", M.CHUNKERS)
+def test_rates_end_near_their_target(chunker, steps=100):
+    torch.manual_seed(0)
+    model = ByteLM(ModelConfig(**TINY, chunker=chunker))
+    optimizer = torch.optim.AdamW(M.param_groups(model, 3e-3, 12e-3, 0.1), betas=(0.9, 0.95))
+    x, y = rows(8, 80)
+    text = word_text()
+    for step in range(steps):
+        i = torch.randint(len(text) - 80, (8, 1), generator=torch.Generator().manual_seed(step)) + torch.arange(80)
+        y = torch.from_numpy(text[i.numpy()].astype(np.int64))
+        x = torch.cat([torch.full((8, 1), SEPARATOR), y[:, :-1]], 1)
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"]
+        out = model(x, y, noise(8, 80, step), token_start=x % 5 == 0)
+        out["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rate = out["stats"]["rate"].item()
+    low, high = dict(byte=(1, 1), space=(0.16, 0.18), bpe=(0.1, 0.4), stride=(0.18, 0.21), random=(0.18, 0.2)).get(chunker, (0.1, 0.3))
+    assert low <= rate <= high
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -491,7 +641,7 @@ def same(one, two):
         assert all(torch.equal(v, b["optimizer"]["state"][k][n]) for n, v in s.items())
 
 
-@pytest.mark.parametrize("extra", [[], ["--policy_window", "3", "--pairs", "2", "--pair_steps", "12", "--accum_steps", "2"]])
+@pytest.mark.parametrize("extra", [[], ["--chunker", "entropy"], ["--policy_window", "3", "--pairs", "2", "--pair_steps", "12", "--accum_steps", "2"]])
 def test_resume_is_bit_exact(text_file, monkeypatch, extra):
     run(text_file, "--name", "whole", *extra)
     rate = train.learning_rate
@@ -537,36 +687,44 @@ from model import ByteLM, ModelConfig
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-case = torch.load("case.pt", weights_only=True)
-model = ByteLM(ModelConfig(**case["cfg"]))
-model.load_state_dict(case["model"])
-ddp = DistributedDataParallel(model)
-out = ddp(*(case[k][8 * rank:8 * rank + 8] for k in "xyu"))
-out["loss"].backward()
-loss = out["loss"].detach()
-dist.all_reduce(loss)
+results = []
+for case in torch.load("cases.pt", weights_only=True):
+    model = ByteLM(ModelConfig(**case["cfg"]))
+    model.load_state_dict(case["model"])
+    ddp = DistributedDataParallel(model)
+    out = ddp(*(case[k][8 * rank:8 * rank + 8] for k in "xyu"))
+    out["loss"].backward()
+    loss = out["loss"].detach()
+    dist.all_reduce(loss)
+    results.append(dict(loss=loss / 2, grads={n: p.grad for n, p in model.named_parameters()}, buffers=dict(model.named_buffers())))
 if rank == 0:
-    torch.save(dict(loss=loss / 2, grads={n: p.grad for n, p in model.named_parameters()}), "result.pt")
+    torch.save(results, "results.pt")
 """
 
 
 def test_two_processes_equal_one():
     torch.set_num_threads(1)
-    settings = dict(TINY, lambda_pi=1.0, lambda_target=1.0)
-    model = tiny(**{k: v for k, v in settings.items() if k not in TINY})
     (x, y), u = rows(16, 24), noise(16, 24)
     y[torch.rand(16, 24) < 0.2] = NO_TARGET                     # ranks hold different numbers of targets
     y[3, 10:] = NO_TARGET
-    out = model(x, y, u)
-    out["loss"].backward()
-    torch.save(dict(cfg=settings, model=model.state_dict(), x=x, y=y, u=u), "case.pt")
+    cases, alone = [], []
+    for chunker in ("rl", "hnet", "pooling", "entropy"):
+        settings = dict(chunker=chunker, lambda_pi=1.0, lambda_target=1.0, lambda_ratio=1.0)
+        model = tiny(**settings)
+        cases.append(dict(cfg=TINY | settings, model={k: w.clone() for k, w in model.state_dict().items()}, x=x, y=y, u=u))
+        loss = model(x, y, u)["loss"]
+        loss.backward()
+        alone.append((model, loss.detach()))
+    torch.save(cases, "cases.pt")
     Path("ddp.py").write_text(DDP_CODE)
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp.py", str(HERE)],
                    check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
-    result = torch.load("result.pt", weights_only=True)
-    assert torch.allclose(result["loss"], out["loss"], atol=1e-5)
-    for name, p in model.named_parameters():
-        assert torch.allclose(result["grads"][name], p.grad, atol=1e-5, rtol=1e-4), name
+    for (model, loss), result in zip(alone, torch.load("results.pt", weights_only=True)):
+        assert torch.allclose(result["loss"], loss, atol=1e-5), model.cfg.chunker
+        for name, p in model.named_parameters():
+            assert torch.allclose(result["grads"][name], p.grad, atol=1e-5, rtol=1e-4), (model.cfg.chunker, name)
+        for name, buffer in model.named_buffers():
+            assert torch.allclose(result["buffers"][name], buffer), (model.cfg.chunker, name)
 
 
 def test_training_on_two_ranks_equals_one(text_file):
@@ -781,13 +939,84 @@ def test_sample_command(trained, capsys):
     assert process.returncode == 0, process.stderr
 
 
-def test_generation_equals_the_full_forward():
-    model = tiny().eval()
+@pytest.mark.parametrize("chunker", CAUSAL)
+def test_generation_equals_the_full_forward(chunker):
+    model = tiny(chunker=chunker).eval()
     out = list(model.generate(b"abc", 12, row_bytes=64, temperature=0))
     row = [SEPARATOR] + list(b"abc") + out
     with torch.no_grad():
         best = model(torch.tensor([row[:-1]]))["logits"][0, 3:, :256].argmax(-1)
     assert best.tolist() == out
+
+
+def test_bpe_models_score_text_but_do_not_write(text_file, capsys, monkeypatch):
+    import types
+    halves = types.SimpleNamespace(encode_ordinary=lambda text: [0] * (len(text.encode()) // 2) + [1] * (len(text.encode()) % 2))
+    monkeypatch.setattr(data, "gpt2", lambda: (halves, np.array([2, 1])))   # a vocabulary that is always there
+    run(text_file, "--name", "b", "--max_steps", "2", "--chunker", "bpe")
+    assert state("b")[1][-1]["greedy_rate"] == pytest.approx(0.5, abs=0.05)
+    evaluation.main(["boundaries", "out/b", "--text", "abcdef"])
+    assert "a|bc|de|f" in capsys.readouterr().out
+    evaluation.main(["bpb", "out/b", "--data", text_file])
+    fails(capsys, lambda: evaluation.main(["sample", "out/b"]), "bpe model cannot write")
+
+
+def test_a_missing_vocabulary_is_one_line(text_file, capsys, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+
+    def no_network(name):
+        raise OSError("no network")
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    fails(capsys, lambda: run(text_file, "--chunker", "bpe"), "GPT-2 vocabulary", "TIKTOKEN_CACHE_DIR")
+    assert not Path("out").exists()
+
+
+def test_compare_groups_runs_by_setting(text_file, capsys):
+    for chunker in ("rl", "stride"):
+        for seed in "12":
+            run(text_file, "--chunker", chunker, "--seed", seed, "--name", f"{chunker}{seed}", "--max_steps", "4", "--log_every", "2")
+    run(text_file, "--name", "cut", "--max_steps", "0")
+    Path("out/cut/config.json").write_text(Path("out/cut/config.json").read_text().replace('"max_steps": 0', '"max_steps": 9'))
+    runs = [f"out/{name}" for name in ("rl1", "rl2", "stride1", "stride2")]
+    capsys.readouterr()
+    evaluation.main(["compare", *runs, "out/cut"])
+    out, err = capsys.readouterr()
+    lines = [[c.strip() for c in line.strip("|").split("|")] for line in out.splitlines()]
+    assert "out/cut stands at step 0 of 9" in err
+    assert [set(c) <= {"-"} for c in lines[1]] == [True] * len(lines[0])                   # a Markdown table
+    by_name = {line[0]: dict(zip(lines[0], line)) for line in lines[2:]}
+    assert sorted(by_name) == ["rl", "stride"] and by_name["rl"]["seeds"] == "1 2"
+    for chunker, row in by_name.items():
+        last = [[r for r in state(f"{chunker}{seed}")[1] if r["kind"] == "eval"][-1] for seed in "12"]
+        assert row["bits per byte"].split(" ± ")[0] == f"{(last[0]['bpb'] + last[1]['bpb']) / 2:.4f}"
+        assert float(row["bits per byte"].split(" ± ")[1]) == pytest.approx(abs(last[0]["bpb"] - last[1]["bpb"]) / 2 ** 0.5, abs=1e-4)
+    parameters = sum(p.numel() for p in ByteLM(ModelConfig(**{f.name: state("rl1")[0]["config"][f.name] for f in train.fields(ModelConfig)})).parameters())
+    assert by_name["rl"]["parameters"] == f"{parameters:,}" and by_name["rl"]["std of A"] != "-" == by_name["stride"]["std of A"]
+    assert by_name["stride"]["greedy rate"].startswith("0.2") or by_name["stride"]["greedy rate"].startswith("0.19")
+    assert float(by_name["rl"]["gate SNR"].split()[0]) >= 0 and by_name["stride"]["gate SNR"] == "-"
+    try:
+        import matplotlib  # noqa: F401
+        evaluation.main(["compare", *runs, "--plot", "plot.svg"])
+        assert "<svg" in Path("plot.svg").read_text() and "stride" in Path("plot.svg").read_text()
+    except ImportError:
+        fails(capsys, lambda: evaluation.main(["compare", *runs, "--plot", "plot.svg"]), "matplotlib")
+    fails(capsys, lambda: evaluation.main(["compare", "out/nowhere"]), "out/nowhere")
+    fails(capsys, lambda: evaluation.main(["compare", "out/cut"]), "no finished run")
+
+
+def test_gate_snr_is_the_ratio_of_signal_to_noise(text_file):
+    model = tiny(lambda_target=0.0)
+    loader = data.Loader(data.Corpus(np.fromfile(text_file, np.uint8)), 24, 1)
+    value = train.gate_snr(model, loader, 0, 4, 0, 5, 0, 1)
+    generator, grads = torch.Generator().manual_seed(5), []
+    for k in range(8):
+        u = torch.rand(1, 4, 24, generator=generator)[0]
+        x, y, _ = loader.rows(4 * k, 4)
+        loss = model(x, y, u)["loss"]
+        grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.chunker.parameters()))]))
+    g = torch.stack(grads)
+    noise_sq = ((g - g.mean(0)) ** 2).sum() / 7                 # unbiased, over all entries
+    assert value == pytest.approx(math.sqrt(max(0, g.mean(0).square().sum() - noise_sq / 8) / noise_sq), abs=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
