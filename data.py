@@ -9,6 +9,7 @@ A row starts with SEPARATOR (id 256), which no text can contain, and goes on wit
 and the next begins, another SEPARATOR stands between them. Position i predicts id i+1. A separator is never a target.
 """
 import ast
+import functools
 import glob
 import hashlib
 import importlib.util
@@ -94,6 +95,7 @@ class Corpus:
         return self
 
 
+@functools.cache
 def gpt2():
     """tiktoken's GPT-2 encoding, and the bytes (50257,) in each of its tokens."""
     try:

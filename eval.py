@@ -110,7 +110,7 @@ def evaluate(model, corpus, T, batch_rows=32, max_rows=0, rank=0, world=1):
     for i in range(0, len(first), batch_rows):
         x, y, token_start = corpus.window(first[i:i + batch_rows], T)
         number = torch.from_numpy(first[i:i + batch_rows] // T)[:, None]
-        u = ((noise + 0.618034 * number) % 1).float().to(device)                      # each row its own, always the same
+        u = ((noise + 0.618034 * number) % 1).to(device)                              # each row its own, always the same
         out = model(x.to(device), u=u if model.cfg.chunker == "random" else None,
                     token_start=None if token_start is None else token_start.to(device))
         late, early = nll(out["logits"], y.to(device)).sum(), nll(out["early_logits"], y.to(device)).sum()
@@ -302,21 +302,24 @@ def read_run(folder):
     try:
         config = json.loads(Path(folder, "config.json").read_text())
         lines = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
-        flops = flops_per_byte(ModelConfig(**{f.name: config[f.name] for f in fields(ModelConfig)}), config["row_bytes"], 0)
-        by_kind = {kind: [r for r in lines if r["kind"] == kind] for kind in ("train", "eval")}
-        assert flops and all("step" in r for r in lines) and "max_steps" in config
-        return config, by_kind["train"], by_kind["eval"]
+        lines = [{k: math.nan if v is None else v for k, v in line.items()} for line in lines]
+        train = [r for r in lines if r["kind"] == "train"]
+        evals = [r for r in lines if r["kind"] == "eval"]
+        for r in evals:
+            summary((config, train, [r]))
+        return config, train, evals
     except Exception as e:   # no folder, no JSON, other fields
         fail(f"not a run of this version: {folder} ({type(e).__name__}: {e}); give folders that train.py has written")
 
 
 def groups(runs):
-    """Runs (config, train, eval) -> {label: runs}: equal settings but for the seed, named by what differs between groups."""
-    keys = [k for k in runs[0][0] if k not in NOT_A_SETTING]
-    differ = [k for k in keys if len({repr(config.get(k)) for config, *_ in runs}) > 1]
+    """Runs (config, train, eval) -> {label: runs}: equal settings but for the seed, named by their chunker and by the
+    settings in which they leave what most of the runs have."""
+    values = {k: [config.get(k) for config, *_ in runs] for k in runs[0][0] if k not in NOT_A_SETTING | {"chunker"}}
+    usual = {k: max(v, key=v.count) for k, v in values.items()}
     out = {}
     for run in runs:
-        label = " ".join([run[0]["chunker"]] + [f"{k}={run[0].get(k)}" for k in differ if k != "chunker"])
+        label = " ".join([run[0]["chunker"]] + [f"{k}={run[0].get(k)}" for k in usual if run[0].get(k) != usual[k]])
         out.setdefault(label, []).append(run)
     return out
 
@@ -327,14 +330,12 @@ def summary(run):
     last, cfg = evals[-1], ModelConfig(**{f.name: run[0][f.name] for f in fields(ModelConfig)})
     with torch.device("meta"):
         parameters = sum(p.numel() for p in ByteLM(cfg).parameters())
-    number = lambda x: float("nan") if x is None else x
-    tail = [number(r.get("advantage_std")) for r in train[-(len(train) + 1) // 2:]]   # of the second half
+    middle = lambda values: float(np.nanmedian(values)) if np.isfinite(values).any() else math.nan
     return {"bits per byte": last["bpb"], "early exit": last["early_bpb"], "greedy rate": last["greedy_rate"],
             "sampled rate": last["sampled_rate"], "bytes a chunk": 1 / last["greedy_rate"] if last["greedy_rate"] else math.inf,
-            "word-ends": number(last["word_end"]), "elsewhere": number(last["other"]),
-            "std of A": float(np.median(tail)) if tail else math.nan,
-            "gate SNR": float(np.median([number(r.get("gate_snr")) for r in evals[1:] or evals])),
-            "kB/s": float(np.median([r["kB_per_s"] for r in train])) if train else math.nan,
+            "word-ends": last["word_end"], "elsewhere": last["other"],
+            "std of A": middle([r["advantage_std"] for r in train[len(train) // 2:]]),   # second half of the run
+            "gate SNR": middle([r["gate_snr"] for r in evals]), "kB/s": middle([r["kB_per_s"] for r in train]),
             "MFLOP a byte": flops_per_byte(cfg, config["row_bytes"], last["sampled_rate"]) / 1e6,
             "parameters": parameters, "MB seen": last["seen"] / 1e6}
 
@@ -350,20 +351,20 @@ def command_compare(args):
         if not evals or step(evals) < config["max_steps"]:
             print(f"left out: {folder} stands at step {step(evals)} of {config['max_steps']}", file=sys.stderr)
     digits = {"bits per byte": 4, "bytes a chunk": 2, "std of A": 2, "kB/s": 1, "MFLOP a byte": 2, "parameters": 0, "MB seen": 1}
-    lines = []
-    for label, members in groups(runs).items():
+    lines, grouped = [], groups(runs)
+    for label, members in grouped.items():
         columns = [summary(run) for run in members]
         cells = []
         for name in columns[0]:
-            x, d = np.array([c[name] for c in columns]), digits.get(name, 3)
+            x, d = np.array([c[name] for c in columns], dtype=float), digits.get(name, 3)
             spread = f" ± {x.std(ddof=1):.{d}f}" if len(x) > 1 and np.isfinite(x).all() and x.std() > 0.5 * 10 ** -d else ""
             cells.append("-" if np.isnan(x).all() else f"{x.mean():,.{d}f}{spread}")
         seeds = " ".join(str(config["seed"]) for config, *_ in members)
         note = " (guidance: looks ahead)" if members[0][0]["chunker"] == "bpe" else ""
         lines.append((np.mean([c["bits per byte"] for c in columns]), [label + note, seeds, *cells]))
-    table(["setting", "seeds", *columns[0]], [cells for _, cells in sorted(lines, key=lambda line: line[0])])
+    table(["setting", "seeds", *summary(runs[0])], [cells for _, cells in sorted(lines, key=lambda line: line[0])])
     if args.plot:
-        plot(args.plot, groups(runs))
+        plot(args.plot, grouped)
 
 
 def plot(path, grouped):
@@ -386,8 +387,8 @@ def plot(path, grouped):
         line, = ax.plot(seen, y.mean(0), label=label, marker="o", ms=3, lw=1.6, ls=["-", "--", ":"][k // 10 % 3])
         ax.fill_between(seen, y.min(0), y.max(0), color=line.get_color(), alpha=0.15, lw=0)
         last += y[:, -1].tolist()
-    if last:
-        ax.set_ylim(min(last) - 0.05, min(last) + 0.8)
+    if np.isfinite(last).any():
+        ax.set_ylim(np.nanmin(last) - 0.05, np.nanmin(last) + 0.8)   # the first steps are far above: left out
     ax.set(xlabel="text seen in training, MB", ylabel="bits per byte, held-out text")
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)

@@ -53,8 +53,8 @@ class ModelConfig:
     policy_window: int = 1        # w: 1 = boundaries independent given the bytes; w > 1 sees w-1 actions; paper: 8
     gate_scale: float = 1.0       # s in the boundary logit; paper: 1/16
     gamma: float = 0.99           # discount of later rewards; 1 = none
-    lambda_pi: float = 0.1        # weight of the score-function loss; paper: 0.01
-    lambda_target: float = 0.1    # weight of the loss that holds the rate at its target; paper: 0.01
+    lambda_pi: float = 0.03       # weight of the score-function loss; paper: 0.01
+    lambda_target: float = 0.03   # weight of the loss that holds the rate at its target; paper: 0.01
     lambda_early: float = 0.1     # share of the early exit in the likelihood loss
     lambda_ratio: float = 0.03    # weight of hnet's ratio loss
     lambda_prior: float = 1.0     # weight of pooling's binomial prior
@@ -214,14 +214,15 @@ class Transformer(nn.Module):
 # chunkers: where does a chunk end, what goes in, where does it come out, and what trains that?
 
 class Chunker(nn.Module):
-    """What every chunker has, with the defaults that most share. The others are below, in the same five steps:
+    """The steps of every chunker, with what most of them share. They differ so (boundary m is at byte end_m):
 
-                  features, sample: a_i = 1 where          pool: chunk m is    spread: byte i gets    loss: trained by
-        rl        u <= p, p from h_i                       h at its end        chunk g(i)             score function
-        hnet      p >= 1/2, p from h_{i-1}, h_i            h at its end        smoothed chunk g(i)    straight-through, ratio loss
-        pooling   Bernoulli, relaxed, > 1/2, from h_i      mean h over it      chunk g(i)             straight-through, binomial prior
-        entropy   the early exit is unsure of x_{i+1}      h at its end        chunk g(i)             nothing; a threshold follows
-        space, stride, random, byte, bpe: a rule           h at its end        chunk g(i)             nothing
+                  features, sample: a_i = 1 where    pool: chunk m is    spread: byte i gets   soft, loss: trained by
+        rl        u <= p, p from h_i                 h at end_m          chunk g(i)            score function
+        hnet      p >= 1/2, p from h_{i-1}, h_i      h at end_m          smoothed chunk g(i)   straight-through, ratio loss
+        pooling   relaxed Bernoulli of h_i > 1/2     mean h up to end_m  chunk g(i)            straight-through, binomial prior
+        entropy   the early exit is unsure of byte   h at end_m          chunk g(i)            nothing; a threshold follows
+                  i+1
+        space, stride, random, byte, bpe: a rule     h at end_m          chunk g(i)            nothing
 
     A boundary at i reads bytes up to i only, so that byte i itself may already use its chunk; bpe alone looks ahead.
     """
@@ -242,7 +243,7 @@ class Chunker(nn.Module):
         raise NotImplementedError
 
     def soft(self, v, a, u):
-        """The decision as a number in 0..1, (B,T) fp32, through which gradients may flow."""
+        """p (B,T) fp32 in 0..1, the boundary's probability or what stands for it; straight-through gradients enter here."""
         return a.float()
 
     def pool(self, h, p, a, end, g):
@@ -254,7 +255,7 @@ class Chunker(nn.Module):
         return take(c, g)
 
     def loss(self, v, a, p, late, early, real, free, pairs):
-        """Weighted loss (), and stats. late, early (B,T) nats, detached; real (B,T): byte has a target; free (B,T): the
+        """Weighted loss (), and stats. late, early (B,T) nats, detached; real (B,T): the byte has a target; free (B,T): the
         action was a choice and is followed by a target."""
         return 0.0, {}
 
@@ -280,10 +281,10 @@ class Rule(Chunker):
                 return i
             case "space":     # SpaceByte (arXiv 2404.14408): no letter, digit or UTF-8 continuation, and follows one
                 word = self.word[x]
-                return ~word & F.pad(word, (1, 0))[:, :-1]
+                return ~word & F.pad(word, (1, 0))[:, :-1] | (x == SEPARATOR)
             case "bpe":       # the first byte of each GPT-2 token, found by reading ahead: guidance, not a causal policy
                 return token_start
-            case "entropy":   # Byte Latent Transformer (arXiv 2412.09871)
+            case "entropy":   # Byte Latent Transformer (arXiv 2412.09871); differs: theirs come from a model of their own
                 log_p = early_logits.detach().float().log_softmax(-1)
                 return -(log_p.exp() * log_p).sum(-1)                          # (B, T) nats
 
@@ -305,14 +306,15 @@ class Rule(Chunker):
         return a
 
     def loss(self, v, a, p, late, early, real, free, pairs):
-        if self.cfg.chunker == "entropy" and self.training:   # up where there are too many boundaries: a running quantile
-            self.threshold += 0.5 * (batch_mean(a, free) - self.cfg.rate)
+        if self.cfg.chunker == "entropy" and self.training:   # a running quantile, the mean of the ranks'
+            quantile = v.float().quantile(1 - self.cfg.rate)
+            self.threshold.lerp_(all_sum(quantile) / world_size(), 0.3)
         return 0.0, {}
 
 
 class HNet(Chunker):
-    """H-Net's routing (Hwang et al. 2025, arXiv 2507.07955): a boundary where neighbours differ. Here, as in their code, a
-    boundary *opens* a chunk; what a chunk holds is the h it opens with."""
+    """H-Net's routing (Hwang et al. 2025, arXiv 2507.07955): a boundary where neighbours differ. As in their code a boundary
+    *opens* a chunk, which holds the h it opens with. Differs: h is added as it is, not through a map that starts at 0."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -339,14 +341,14 @@ class HNet(Chunker):
     def spread(self, c, p, a, end, g):
         c = smooth(c, p.gather(1, end).clamp(1e-4, 1 - 1e-4))                           # (B, M, C)
         confidence = torch.where(a, p, 1 - p)
-        confidence = confidence + (1 - confidence).detach()                             # 1 forward, straight-through
+        confidence = 1 + (confidence - confidence.detach())                             # 1 forward, straight-through
         return take(c, g) * confidence.unsqueeze(-1)                                    # (B, T, C)
 
     def loss(self, v, a, p, late, early, real, free, pairs):
         N = 1 / self.cfg.rate
         f = batch_mean(a, free)                                                         # F, share of boundaries
         G = (p * free).sum() / count(free)                                              # mean p, carries the gradient
-        ratio = N / (N - 1) * ((N - 1) * f * G + (1 - f) * (1 - G))                     # least, 1, at f = G = 1/N
+        ratio = N / (N - 1) * ((N - 1) * f * G + (1 - f) * (1 - G))                     # 1 at f = G = 1/N, more where f = G is else
         return self.cfg.lambda_ratio * ratio, {}
 
 
@@ -386,8 +388,9 @@ class Pooling(Chunker):
         return a
 
     def soft(self, v, a, u):
-        noise = 0.0 if u is None else torch.logit(u, eps=1e-6)                          # logistic, as two Gumbels give
-        return torch.sigmoid((v - noise) / 0.5)                                         # temperature 1/2; > 1/2 where a
+        if u is None:
+            return torch.sigmoid(v)
+        return torch.sigmoid((v - torch.logit(u, eps=1e-6)) / 0.5)   # logistic noise, temperature 1/2; > 1/2 where a = 1
 
     def pool(self, h, p, a, end, g):
         B, T, C = h.shape
@@ -395,11 +398,11 @@ class Pooling(Chunker):
         hard = a + (p - p.detach())                                                     # a forward, straight-through
         before = hard.cumsum(1) - hard                                                  # boundaries before byte i
         weight = 1 + (before - before.detach())                                         # 1; carries that count's gradient
-        m = torch.where(g + ~a < M, g + ~a, M)                                          # chunk of byte i; M: not closed yet
+        m = g + ~a                                                                      # chunk of byte i; it may stay open
         m = (m + (M + 1) * torch.arange(B, device=h.device).unsqueeze(1)).flatten()     # (B*T,) flat row numbers
         values = torch.cat([h.float() * weight.unsqueeze(-1), weight.unsqueeze(-1)], 2) # (B, T, C+1)
         sums = values.new_zeros(B * (M + 1), C + 1).index_add(0, m, values.flatten(0, 1)).view(B, M + 1, C + 1)[:, :M]
-        return (sums[..., :-1] / sums[..., -1:].clamp(min=1e-9)).to(h.dtype)            # (B, M, C), 0 in padding
+        return (sums[..., :-1] / sums[..., -1:].clamp(min=1e-9)).to(h.dtype)            # (B, M, C); padding unread
 
     def loss(self, v, a, p, late, early, real, free, pairs):
         n = free.sum(1).float()                                                         # (B,)
@@ -464,15 +467,16 @@ class Policy(Chunker):
         """The discounted score-function loss, and what holds the rate (paper, section 3)."""
         cfg = self.cfg
         l = self.logits(v, a)                                                           # (B, T)
-        with torch.no_grad():   # the reward is a number: no gradient reaches the heads through it
-            R = -late + early if cfg.early_relative else -late                          # (B, T)
-            A = discounted_sum(centre(R, real, pairs, cfg.batch_relative), cfg.gamma)   # (B, T)
-            rate = batch_mean(p, free)
-            entropy = -(p * F.logsigmoid(l) + (1 - p) * F.logsigmoid(-l))
-            stats = dict(entropy=(entropy * free).sum() / count(free), advantage_sq=(A ** 2 * free).sum() / count(free))
         log_pi = F.logsigmoid(torch.where(a, l, -l))                                    # (B, T) log-probability of a
-        l_pi = -(A * log_pi * free).sum() / count(real)
-        l_target = (l * free).sum() / count(free) * (rate - cfg.rate)
+        l_target = (l * free).sum() / count(free) * (batch_mean(p, free) - cfg.rate)
+        n = 2 * pairs or len(a)   # rows that are judged: where there are twins, they alone; the others would only add noise
+        with torch.no_grad():     # the reward is a number: no gradient reaches the heads through it
+            R = -late + early if cfg.early_relative else -late                          # (B, T)
+            A = discounted_sum(centre(R[:n], real[:n], pairs, cfg.batch_relative), cfg.gamma)               # (n, T)
+            entropy = -(p * F.logsigmoid(l) + (1 - p) * F.logsigmoid(-l))
+            stats = dict(entropy=(entropy * free).sum() / count(free),
+                         advantage_sq=(A ** 2 * free[:n]).sum() / count(free[:n]))
+        l_pi = -(A * log_pi[:n] * free[:n]).sum() / count(real[:n])
         return cfg.lambda_pi * l_pi + cfg.lambda_target * l_target, stats
 
 
@@ -612,19 +616,19 @@ def discounted_sum(R, gamma):
 
 
 def centre(R, real, pairs, batch_relative):
-    """Subtract from R (B,T) what the boundaries did not cause; entries where real is False are 0 before and after.
+    """Subtract from R (N,T) what the boundaries did not cause; entries where real is False are 0 before and after.
 
-    Rows r and r + pairs, r < pairs, are twins: the same text with independently sampled boundaries. Each is centred on
-    the mean of the two. With batch_relative all other rows are centred on the batch mean at the same position, over
-    real targets only and over all ranks. A mean contains the row's own reward, which scales the expected gradient by
+    With pairs, N = 2 * pairs, and rows r and r + pairs are twins: the same text with independently sampled boundaries, each
+    centred on the mean of the two. Without, batch_relative centres on the batch mean at the same position, over real
+    targets only and over all ranks. A mean contains the row's own reward, which scales the expected gradient by
     1 - 1/count: by one half for twins, and nothing is left where only one row has a target.
     """
-    twins, rest = R[:2 * pairs], R[2 * pairs:]                                                # (2*pairs, T), the rest
-    twins = twins - twins.view(2, pairs, R.size(1)).mean(0).repeat(2, 1)
-    if batch_relative:
-        total, count = all_sum(torch.stack([rest.sum(0), real[2 * pairs:].sum(0).float()]))   # (T,) each
-        rest = rest - total / count.clamp(min=1)
-    return torch.cat([twins, rest]) * real                                                    # (B, T)
+    if pairs:
+        R = R - R.view(2, pairs, R.size(1)).mean(0).repeat(2, 1)                              # (N, T)
+    elif batch_relative:
+        total, number = all_sum(torch.stack([R.sum(0), real.sum(0).float()]))                 # (T,) each
+        R = R - total / number.clamp(min=1)
+    return R * real
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -660,8 +664,9 @@ class ByteLM(nn.Module):
 
         x      (B-pairs, T) ids 0..256, each row starting with SEPARATOR
         y      (B-pairs, T) the next byte of each position, NO_TARGET where there is none; or None
-        u      (B, T) uniforms in [0,1) that decide the boundaries; None = greedy, p >= 1/2, which is for evaluation
-        pairs  the first `pairs` rows of x run twice, with boundaries of their own (twins, see `centre`)
+        u      (B, T) uniforms in [0,1) that decide the boundaries; None = without chance (greedy, p >= 1/2), for evaluation
+        pairs  the first `pairs` rows of x run twice, with boundaries of their own (twins, see `centre`), and they alone
+               train the policy
         token_start  (B-pairs, T) bool, for the chunker `bpe` only
 
         Returns a dict: logits, early_logits (B,T,257), v (B,T,...), p (B,T), a (B,T) bool; with y also loss () and stats,
@@ -751,15 +756,16 @@ def flops_per_byte(cfg, T, rate):
     C = cfg.n_embd
     byte_layers = (cfg.n_enc + cfg.n_dec) * (7 * 6 * C * C + 12 * min(cfg.window, T) * C)
     main_layers = cfg.n_main * (16 * 6 * C * C + 6 * rate * T * C)
-    return byte_layers + rate * main_layers + 2 * 6 * VOCAB * C
+    router = {"hnet": 2, "pooling": 1}.get(cfg.chunker, 0) * 6 * C * C
+    return byte_layers + rate * main_layers + router + 2 * 6 * VOCAB * C
 
 
 def param_groups(model, lr, gate_lr, weight_decay):
-    """AdamW's three groups, each with its peak_lr: matrices decay, gains and the embedding do not, the chunker has a rate
-    of its own (differs from the paper): it must be sharp early, so that the main transformer can profit from its words.
+    """AdamW's three groups, each with its peak_lr: matrices decay, gains and the embedding do not. rl's policy has a rate of
+    its own (differs from the paper): it must be sharp early, so that the main transformer can profit from its words.
     """
-    policy = list(model.chunker.parameters())
-    rest = [p for p in model.parameters() if all(p is not q for q in policy + [model.embed.weight])]
+    gate = list(model.chunker.parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in gate + [model.embed.weight])]
     return [dict(params=[p for p in rest if p.ndim == 2], peak_lr=lr, weight_decay=weight_decay),
             dict(params=[p for p in rest if p.ndim < 2] + [model.embed.weight], peak_lr=lr, weight_decay=0.0),
-            dict(params=policy, peak_lr=gate_lr, weight_decay=0.0)]
+            dict(params=gate, peak_lr=gate_lr if model.cfg.chunker == "rl" else lr, weight_decay=0.0)]

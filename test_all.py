@@ -142,15 +142,44 @@ def test_centring_removes_batch_means_over_real_targets_and_twin_means():
     R, real = torch.randn(6, 5), torch.ones(6, 5, dtype=torch.bool)
     real[4, 3:] = False
     R = R * real
-    out = M.centre(R, real, 2, True)
-    for t in range(5):
-        for r in (0, 1):                                        # twins are rows r and r + 2
-            assert torch.allclose(out[r, t], (R[r, t] - R[r + 2, t]) / 2, atol=1e-6)
-        rest = [r for r in (4, 5) if real[r, t]]
-        for r in rest:
-            assert torch.allclose(out[r, t], R[r, t] - sum(R[k, t] for k in rest) / len(rest), atol=1e-6)
-    assert (out[~real] == 0).all()
+    batch, twins = M.centre(R, real, 0, True), M.centre(R, real, 3, True)
+    for t, r in itertools.product(range(5), range(6)):
+        rows_ = [k for k in range(6) if real[k, t]]
+        if real[r, t]:
+            assert torch.allclose(batch[r, t], R[r, t] - sum(R[k, t] for k in rows_) / len(rows_), atol=1e-6)
+            assert torch.allclose(twins[r, t], (R[r, t] - R[(r + 3) % 6, t]) / 2, atol=1e-6)   # the twin of r
+    assert (batch[~real] == 0).all() and (twins[~real] == 0).all()
     assert torch.equal(M.centre(R, real, 0, False), R)
+
+
+def test_expected_gradient_of_twins_is_half_that_of_the_expected_loss():
+    T, total = 4, 0.0
+    model = tiny(gamma=1.0, early_relative=False, lambda_target=0.0, lambda_early=0.0)
+    with torch.no_grad():
+        model.late_head.weight *= 20
+    x, y = rows(2, T)                                           # row 0 has a twin; row 1 has none and is not judged
+    names = [n for n, _ in model.named_parameters() if n.startswith(("chunker", "encoder", "embed"))]
+    params = [p for n, p in model.named_parameters() if n in names]
+    expected, truth = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    sequences = list(itertools.product([0, 1], repeat=T - 1))
+    for one, two in itertools.product(sequences, sequences):
+        a = torch.tensor([[1, *one], [1, *two], [1] * T])       # forward repeats the twins in front: rows 0, 0, 1
+        out = model(x, y, 1.0 - a.float(), 1)
+        assert (out["a"] == a.bool()).all()
+        prob = torch.where(out["a"], out["p"], 1 - out["p"])[:2, 1:].prod(1)               # of each twin's sequence
+        late = M.nll(out["logits"][:1], y[:1]).mean().detach()
+        for k, g in enumerate(torch.autograd.grad(prob[0] * prob[1].detach() * late, params, allow_unused=True, retain_graph=True)):
+            truth[k] += 0 if g is None else g
+        grads = []
+        for model.cfg.lambda_pi in (1.0, 0.0):
+            grads.append(torch.autograd.grad(model(x, y, 1.0 - a.float(), 1)["loss"], params, allow_unused=True))
+        for k, (g, g0) in enumerate(zip(*grads)):
+            expected[k] += 0 if g is None else prob.detach().prod() * (g - (0 if g0 is None else g0))
+        total += prob.prod().item()
+    assert total == pytest.approx(1, abs=1e-5)
+    flat = lambda g: torch.cat([t.flatten() for t in g])
+    assert flat(truth).norm() > 1e-4
+    assert (flat(expected) - flat(truth) / 2).norm() < 1e-3 * flat(truth).norm()
 
 
 def test_twins_share_text_and_early_exit_but_not_boundaries():
@@ -345,6 +374,8 @@ def test_flops_count_matches_the_weights():
     bytes_, chunks = count(m.encoder) + count(m.decoder) + count(m.early_head) + count(m.late_head), count(m.main)
     attention = 12 * 64 * 3 + 3 * 6 * 64 * 0.25 * 0.25 * 100
     assert M.flops_per_byte(cfg, 100, 0.25) == pytest.approx(6 * (bytes_ + 0.25 * chunks) + attention)
+    hnet = ModelConfig(n_embd=64, n_head=2, n_enc=2, n_main=3, n_dec=1, window=1, chunker="hnet")
+    assert M.flops_per_byte(hnet, 100, 0.25) - M.flops_per_byte(cfg, 100, 0.25) == 6 * count(ByteLM(hnet).chunker)
 
 
 def test_sample_byte_obeys_its_limits():
@@ -474,10 +505,9 @@ def test_pooling_equals_dense_assignment_matrices_in_value_and_gradient():
 @pytest.mark.parametrize("chunker", M.CHUNKERS)
 def test_rates_end_near_their_target(chunker, steps=100):
     torch.manual_seed(0)
-    model = ByteLM(ModelConfig(**TINY, chunker=chunker))
+    model = ByteLM(ModelConfig(**TINY, chunker=chunker, lambda_ratio=0.3))
     optimizer = torch.optim.AdamW(M.param_groups(model, 3e-3, 12e-3, 0.1), betas=(0.9, 0.95))
-    x, y = rows(8, 80)
-    text = word_text()
+    text, rates = word_text(), []
     for step in range(steps):
         i = torch.randint(len(text) - 80, (8, 1), generator=torch.Generator().manual_seed(step)) + torch.arange(80)
         y = torch.from_numpy(text[i.numpy()].astype(np.int64))
@@ -488,7 +518,8 @@ def test_rates_end_near_their_target(chunker, steps=100):
         out["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    rate = out["stats"]["rate"].item()
+        rates.append(out["stats"]["rate"].item())
+    rate = sum(rates[-20:]) / 20
     low, high = dict(byte=(1, 1), space=(0.16, 0.18), bpe=(0.1, 0.4), stride=(0.18, 0.21), random=(0.18, 0.2)).get(chunker, (0.1, 0.3))
     assert low <= rate <= high
 
@@ -724,7 +755,7 @@ def test_two_processes_equal_one():
         for name, p in model.named_parameters():
             assert torch.allclose(result["grads"][name], p.grad, atol=1e-5, rtol=1e-4), (model.cfg.chunker, name)
         for name, buffer in model.named_buffers():
-            assert torch.allclose(result["buffers"][name], buffer), (model.cfg.chunker, name)
+            assert torch.allclose(result["buffers"][name].float(), buffer.float(), atol=0.02), (model.cfg.chunker, name)
 
 
 def test_training_on_two_ranks_equals_one(text_file):

@@ -53,13 +53,13 @@ class TrainConfig(ModelConfig):
     row_bytes: int = 4096         # T, bytes a row
     batch_rows: int = 128         # B, rows a step, over all ranks and micro-steps, twins included
     accum_steps: int = 1          # micro-steps a step; batch-relative means are then over a micro-step
-    pairs: int = 0                # of these rows, how many pairs are twins: one text, two draws of boundaries
+    pairs: int = 0                # of these rows, how many pairs are twins, which alone train the policy
     pair_steps: int = 1000000000  # steps after which there are no more twins
     max_steps: int = 11444        # 0 = only evaluate and save
     warmup_steps: int = 858       # steps of linear warm-up from a tenth of the peak; at most half the run
     schedule: str = "cosine"      # cosine = down to 0 from the peak on; wsd = stay, then down to 0 over the last 40 %
     lr: float = 1.5e-3            # peak learning rate of AdamW
-    gate_lr: float = 6e-3         # the same for the chunker
+    gate_lr: float = 6e-3         # the same for rl's policy
     weight_decay: float = 0.1     # of matrices
     beta1: float = 0.9            # AdamW's averages of the gradient
     beta2: float = 0.95           # and of its square
@@ -73,7 +73,7 @@ class TrainConfig(ModelConfig):
 # paper, appendix: sizes, learning rates and warm-up; steps = its bytes / (rows * T)
 PRESETS = {
     "tiny": dict(n_embd=96, n_head=3, n_enc=1, n_main=3, n_dec=1, window=32, row_bytes=256, batch_rows=32,
-                 max_steps=800, warmup_steps=100, lr=4e-3, gate_lr=8e-3,
+                 max_steps=800, warmup_steps=100, lr=8e-3, gate_lr=1.6e-2,
                  log_every=20, eval_every=200, eval_bytes=200000, save_every=200),
     "20m": dict(n_embd=384, n_head=6, n_enc=2, n_main=6, n_dec=2, batch_rows=32,
                 max_steps=6332, warmup_steps=473, lr=3e-3),
@@ -186,7 +186,7 @@ def check(cfg, world):
     if 2 * cfg.pairs > cfg.batch_rows:
         fail(f"--pairs {cfg.pairs} takes {2 * cfg.pairs} rows, but there are --batch_rows {cfg.batch_rows}; "
              f"at most {cfg.batch_rows // 2} pairs")
-    if cfg.batch_relative and (cfg.batch_rows - 2 * cfg.pairs) // cfg.accum_steps == 1:
+    if cfg.chunker == "rl" and cfg.batch_relative and not cfg.pairs and cfg.batch_rows // cfg.accum_steps == 1:
         fail("one row has no batch to be relative to: use more --batch_rows, or fewer --accum_steps, "
              "or --batch_relative false")
 
@@ -302,17 +302,16 @@ def gate_snr(model, loader, row, b, twins, seed, rank, world, micro=8):
     if not parameters:
         return math.nan
     generator = torch.Generator(parameters[0].device).manual_seed(seed)
-    sums = 0
+    grads = []
     for k in range(micro):
         u = torch.rand(world, b, loader.T, generator=generator, device=parameters[0].device)[rank]
         x, y, _ = loader.rows(row + (k * world + rank) * (b - twins), b - twins)
         loss = model(x.to(u.device), y.to(u.device), u, twins)["loss"]
-        g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]).double()
-        sums = sums + torch.stack([g, g ** 2])
-    n = micro * world
-    mean, square = all_sum(sums) / n
-    variance = ((square - mean ** 2).sum() * n / (n - 1)).item()
-    return math.sqrt(max(0.0, mean.square().sum().item() - variance / n) / variance) if variance else math.nan
+        grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
+    grads, n = torch.stack(grads), micro * world                # (micro, parameters)
+    mean = all_sum(grads.sum(0)) / n
+    variance = float(all_sum(((grads - mean) ** 2).sum())) / (n - 1)
+    return math.sqrt(max(0.0, float((mean ** 2).sum()) - variance / n) / variance) if variance else math.nan
 
 
 def look(model, text, cfg, rank, world):
@@ -355,7 +354,7 @@ def main(argv=None):
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")   # evaluation sums on the CPU
     wait = dist.barrier if world > 1 else lambda: None
     if rank == 0:
         out = run_folder(cfg)
