@@ -105,28 +105,28 @@ def evaluate(model, corpus, T, batch_rows=32, max_rows=0, rank=0, world=1):
     n = math.ceil(len(corpus) / T)
     first = np.arange(min(n, max_rows or n)) * T
     first = first[rank::world]
-    total = torch.zeros(11, dtype=torch.float64)
+    total = torch.zeros(12, dtype=torch.float64)
     noise = torch.rand(T, generator=torch.Generator().manual_seed(0))
     for i in range(0, len(first), batch_rows):
         x, y, token_start = corpus.window(first[i:i + batch_rows], T)
         number = torch.from_numpy(first[i:i + batch_rows] // T)[:, None]
         u = ((noise + 0.618034 * number) % 1).to(device)                              # each row its own, always the same
-        out = model(x.to(device), u=u if model.cfg.chunker == "random" else None,
+        out = model(x.to(device), u=u if model.chunker.by_chance else None,
                     token_start=None if token_start is None else token_start.to(device))
         late, early = nll(out["logits"], y.to(device)).sum(), nll(out["early_logits"], y.to(device)).sum()
-        a, sampled = out["a"].cpu(), model.chunker.sample(out["v"], u).cpu()
+        a, greedy, sampled = (t.cpu() for t in (out["a"], model.chunker.sample(out["v"], None), model.chunker.sample(out["v"], u)))
         byte = (x != SEPARATOR) & (y != NO_TARGET).flip(1).cumsum(1).flip(1).bool()   # text, not padding
         byte[:, 0] = False                                                            # its boundary is forced
         word_end = byte & WHITESPACE[x] & ~WHITESPACE[x.roll(1, 1)] & (x.roll(1, 1) != SEPARATOR)
         inside = byte & (y >= 128) & (y < 192)
         other = byte & ~word_end
-        counts = [y != NO_TARGET, byte, a & byte, sampled & byte, word_end, a & word_end, other, a & other, a & inside]
+        counts = [y != NO_TARGET, byte, greedy & byte, sampled & byte, word_end, a & word_end, other, a & other, a & inside, a & byte]
         total += torch.stack([late.cpu().double(), early.cpu().double()] + [c.sum().double() for c in counts])
-    late, early, targets, n_byte, greedy, drawn, ends, end_hits, others, other_hits, inside = all_sum(total).tolist()
+    late, early, targets, n_byte, greedy, drawn, ends, end_hits, others, other_hits, inside, used = all_sum(total).tolist()
     share = lambda a, b: a / b if b else float("nan")
     return dict(bpb=share(late, targets) / math.log(2), early_bpb=share(early, targets) / math.log(2),
                 bytes=int(targets), greedy_rate=share(greedy, n_byte), sampled_rate=share(drawn, n_byte),
-                word_end=share(end_hits, ends), other=share(other_hits, others), inside_char=share(inside, greedy))
+                word_end=share(end_hits, ends), other=share(other_hits, others), inside_char=share(inside, used))
 
 
 @torch.no_grad()

@@ -230,6 +230,7 @@ class Chunker(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
+        self.by_chance = cfg.chunker in ("random", "pooling")   # drawn in evaluation too, as their authors do
 
     def init_weights(self):
         pass

@@ -811,6 +811,7 @@ def fails(capsys, call, *words):
     (["--rate", "0"], ["rate"]), (["--rate", "1"], ["rate"]), (["--gamma", "1.5"], ["gamma"]),
     (["--preset", "huge"], ["tiny"]), (["--dtype", "fp8"], ["bf16"]), (["--n_head", "5"], ["multiple"]),
     (["--batch_rows", "9", "--accum_steps", "2"], ["8 or 10"]), (["--pairs", "5"], ["at most 4"]),
+    (["--pairs", "2", "--chunker", "space"], ["twins"]), (["--chunker", "spaces"], ["space"]),
     (["--name", "../up"], ["one folder"]), (["--device", "nonsense"], ["cpu"]), (["--beta1", "1"], ["beta1"]),
     (["--seed", "99999999999999"], ["seed"]), (["--batch_rows", "1"], ["batch_relative"]), (["--row_bytes", "1"], ["row_bytes"]), (["--policy_window", "0"], ["policy_window"]),
     (["--data", "/no/such/file"], ["/no/such/file"]), (["--data", "fineweb"], ["docs"]),

@@ -183,6 +183,8 @@ def check(cfg, world):
             near = f"{low} or {low + parts}" if low or name == "pairs" else f"{parts}"
             fail(f"--{name} {value} does not divide into {world} ranks x {cfg.accum_steps} micro-steps; "
                  f"the nearest that do: {near}")
+    if cfg.pairs and cfg.chunker != "rl":
+        fail(f"--pairs {cfg.pairs} --chunker {cfg.chunker}: twins are for rl, whose draws they judge; leave --pairs out")
     if 2 * cfg.pairs > cfg.batch_rows:
         fail(f"--pairs {cfg.pairs} takes {2 * cfg.pairs} rows, but there are --batch_rows {cfg.batch_rows}; "
              f"at most {cfg.batch_rows // 2} pairs")
