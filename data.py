@@ -3,12 +3,18 @@ Text in, rows of bytes out. A corpus is one flat array of uint8 and the offsets 
 
     docs       the English prose in the docstrings of the installed Python, NumPy and PyTorch: no download
     any path   a file, a folder or a glob; bytes are taken as they are, whatever their encoding
-    fineweb    (its place is `load`, below)
+    fineweb    web text in shards of GPT-2 tokens, fetched as they are needed and turned back into bytes
+
+    python data.py fineweb --shards 14          fetch shards ahead of a run; a second call fetches nothing
+    python data.py check data/fineweb10B-gpt2   verify shards: a file or a folder
+    python data.py write TEXT OUT.bin           make a shard from text, a document a line or between blank lines
 
 A row starts with SEPARATOR (id 256), which no text can contain, and goes on with T-1 bytes; where one document ends
 and the next begins, another SEPARATOR stands between them. Position i predicts id i+1. A separator is never a target.
 """
+import argparse
 import ast
+import contextlib
 import functools
 import glob
 import hashlib
@@ -17,15 +23,21 @@ import os
 import re
 import sys
 import sysconfig
+import time
 import warnings
 import zipfile
 from pathlib import Path
 
 import numpy as np
+import requests
 import torch
 
 from model import NO_TARGET, SEPARATOR
 
+REPO, SHARDS = "kjj0/fineweb10B-gpt2", 103   # a dataset on the Hugging Face hub, and how many shards it has to train on
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024   # a shard: 256 int32, these two and the number of ids first; then uint16 ids
+END_OF_TEXT = 50256       # the id before every document, and the largest there is
+RETRIES, PAUSE = 7, 1.0   # tries without progress before a download is given up; seconds before the second, then doubled
 VAL_SHARE = 0.05          # of the documents, or of the bytes where there are few documents
 FEW_DOCUMENTS = 20
 
@@ -44,16 +56,26 @@ class Corpus:
 
     Its stream is the documents with one SEPARATOR between neighbours, len(corpus) = n + documents - 1 ids.
     token_start (n,) bool, set by mark_tokens, says where GPT-2's tokens begin; only the chunker `bpe` asks for it.
+    With doc_bytes every document has that length, and rows start with documents (and every T bytes within).
     """
 
-    def __init__(self, data, starts=(0,), name="text"):
-        self.data, self.name, self.token_start = data, name, None
+    def __init__(self, data, starts=(0,), name="text", doc_bytes=0):
+        self.data, self.name, self.token_start, self.doc_bytes = data, name, None, doc_bytes
         self.starts = np.asarray(starts, dtype=np.int64)
         self.ends = np.append(self.starts[1:], len(data))
         self.shifted = self.starts + np.arange(len(self.starts))   # where documents start in the stream
 
     def __len__(self):
         return len(self.data) + len(self.starts) - 1
+
+    def __str__(self):
+        return f"{len(self.data):,} bytes"
+
+    def row_starts(self, T):
+        """Stream positions of rows of T bytes that together hold the text once."""
+        if self.doc_bytes:
+            return (self.shifted[:, None] + np.arange(0, max(self.doc_bytes - T, 0) + 1, T)).ravel()
+        return np.arange(0, len(self), T)
 
     def read(self, pos):
         """Ids (int64, 0..256) at positions `pos` (any shape) of the stream."""
@@ -80,37 +102,45 @@ class Corpus:
         return torch.from_numpy(x), torch.from_numpy(y), token_start
 
     def mark_tokens(self):
-        """Find where GPT-2's tokens begin, document by document; bytes that are no UTF-8 are tokens of their own."""
-        encoding, length = gpt2()
-        self.token_start = np.zeros(len(self.data), dtype=bool)
-        for start, end in zip(self.starts, self.ends):
-            text = bytes(self.data[start:end]).decode("utf-8", "surrogateescape")
-            for run in re.findall("[\udc80-\udcff]+|[^\udc80-\udcff]+", text):
-                if "\udc80" <= run[0] <= "\udcff":
-                    steps = np.ones(len(run), np.int64)
-                else:
-                    steps = length[encoding.encode_ordinary(run)]
+        """Find where GPT-2's tokens begin, document by document."""
+        if self.token_start is None:
+            length = gpt2()[1]
+            self.token_start = np.zeros(len(self.data), dtype=bool)
+            for start, end in zip(self.starts, self.ends):
+                steps = length[tokenize(bytes(self.data[start:end]))]
                 self.token_start[start + np.cumsum(steps) - steps] = True
-                start += steps.sum()
         return self
 
 
 @functools.cache
 def gpt2():
-    """tiktoken's GPT-2 encoding, and the bytes (50257,) in each of its tokens."""
+    """tiktoken's GPT-2 encoding, the length (50257,) of each token in bytes, 0 for END_OF_TEXT, and the bytes of each."""
     try:
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as e:   # no package, no network, a proxy's error page, a full disk: all mean the same here
-        fail(f"--chunker bpe needs the GPT-2 vocabulary, which tiktoken could not get ({type(e).__name__}); connect once, "
-             f"or set TIKTOKEN_CACHE_DIR to a folder that a machine with a network has filled")
-    return encoding, np.array([len(encoding.decode_single_token_bytes(i)) for i in range(encoding.n_vocab)])
+        fail(f"fineweb and --chunker bpe need the GPT-2 vocabulary, which tiktoken could not get ({type(e).__name__}); connect "
+             f"once, or set TIKTOKEN_CACHE_DIR to a folder that a machine with a network has filled")
+    tokens = [encoding.decode_single_token_bytes(i) for i in range(END_OF_TEXT)] + [b""]
+    return encoding, np.array([len(t) for t in tokens], np.int32), tokens
 
 
-def load(data, data_dir="data"):
-    """Settings -> (train, val) corpora. Raises SystemExit(2) with a line on anything that cannot be read."""
+def tokenize(text):
+    """Bytes -> GPT-2 ids (n,); bytes that are no UTF-8 become tokens of their own."""
+    encoding, ids = gpt2()[0], []
+    for run in re.findall("[\udc80-\udcff]+|[^\udc80-\udcff]+", text.decode("utf-8", "surrogateescape")):
+        if "\udc80" <= run[0] <= "\udcff":
+            ids += [encoding.encode_single_token(bytes([ord(c) - 0xDC00])) for c in run]
+        else:
+            ids += encoding.encode_ordinary(run)
+    return np.array(ids, np.int64)
+
+
+def load(data, data_dir="data", repo=REPO, shards=SHARDS, min_doc_bytes=4096):
+    """Settings -> (train, val): a corpus each, or Shards to train on. SystemExit(2) with a line where text cannot be read."""
     if data == "fineweb":
-        fail("fineweb: this version has no FineWeb reader; use --data docs, or --data PATH for your own text")
+        val = Shards(repo, data_dir, [0], min_doc_bytes)[0]
+        return Shards(repo, data_dir, range(1, shards + 1), min_doc_bytes), val
     if data == "docs":
         name = f"docs-prose-py{sys.version_info[0]}.{sys.version_info[1]}-np{np.__version__}-torch{torch.__version__}"
         return packed(Path(data_dir) / name.replace("+", "-"), docstrings)
@@ -239,31 +269,312 @@ def prose(text):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# FineWeb: shards of GPT-2 tokens, fetched, verified, and turned into bytes
+
+class Shards:
+    """Shards of a dataset as a sequence of corpora, each fetched and read when it is first asked for; two stay in memory."""
+
+    def __init__(self, repo, data_dir, numbers, min_doc_bytes):
+        self.folder = os.path.join(data_dir, repo.split("/")[-1])
+        self.repo, self.numbers, self.min_doc_bytes, self.marked = repo, numbers, min_doc_bytes, False
+        self.corpus = functools.lru_cache(2)(self.read)
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __str__(self):
+        return f"{len(self)} shards in {self.folder}"
+
+    def __getitem__(self, k):
+        return self.corpus(k)
+
+    def mark_tokens(self):
+        self.marked = True
+        return self
+
+    def read(self, k):
+        path = fetch(shard_name(self.numbers[k]), self.folder, self.repo)
+        return read_shard(path, self.min_doc_bytes, self.marked or not self.numbers[k])
+
+
+def shard_name(number):
+    return f"fineweb_train_{number:06d}.bin" if number else "fineweb_val_000000.bin"
+
+
+def shard_ids(path):
+    """A shard's ids, memory-mapped uint16 (n,); ValueError with the reason where the file is not a whole shard."""
+    size = os.path.getsize(path)
+    if size < HEADER_BYTES:
+        raise ValueError(f"only {size} bytes")
+    header = np.fromfile(path, dtype="<i4", count=256)
+    if header[0] != MAGIC or header[1] != VERSION:
+        page = bytes(header.tobytes()[:200]).lstrip()[:1] == b"<"
+        raise ValueError("a web page" if page else f"magic {header[0]}, version {header[1]}, not {MAGIC} and {VERSION}")
+    if header[2] < 1 or size != HEADER_BYTES + 2 * int(header[2]):
+        raise ValueError(f"{size} bytes, but {HEADER_BYTES + 2 * int(header[2])} by its header")
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+
+
+def verify(path, sha256=None):
+    """ValueError with the reason where the file is not a whole shard, with ids in range and (if given) this hash."""
+    ids = shard_ids(path)
+    for i in range(0, len(ids), 1 << 22):
+        if ids[i:i + (1 << 22)].max() > END_OF_TEXT:
+            raise ValueError(f"id {ids[i:i + (1 << 22)].max()}, more than {END_OF_TEXT}")
+    if sha256:
+        with open(path, "rb") as f:
+            found = hashlib.file_digest(f, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else hashlib.sha256(f.read()).hexdigest()
+        if found != sha256:
+            raise ValueError(f"sha256 {found[:8]}..., not {sha256[:8]}...")
+    return len(ids)
+
+
+def read_shard(path, min_doc_bytes=0, mark=False):
+    """A shard -> Corpus. What stands before its first END_OF_TEXT is the rest of another shard's document: left out.
+
+    With min_doc_bytes, documents of fewer bytes are left out, and longer ones are cut to it (paper, section 4); else all
+    are packed. mark keeps the tokens' first bytes. Works block by block; needs about three times the text's size at most.
+    """
+    try:
+        ids = shard_ids(path)
+    except (ValueError, OSError) as e:
+        fail(f"{path} is not a shard ({e}); remove it, and it is fetched again")
+    _, length, tokens = gpt2()
+    flat, offset = np.frombuffer(b"".join(tokens), np.uint8), np.cumsum(length, dtype=np.int32) - length
+    block = 1 << 16                                                 # ids at a time, so that work stays in the cache
+    count = np.arange(block * int(length.max()), dtype=np.int32)
+    pieces, first, starts, n = [], [], [], 0
+    for i in range(0, len(ids), block):
+        b = np.minimum(ids[i:i + block], END_OF_TEXT)
+        steps = length.take(b)
+        end = np.cumsum(steps, dtype=np.int32)
+        starts.append(n + end[b == END_OF_TEXT])                    # such an id has no bytes: here the next document starts
+        index = np.repeat(offset.take(b) - end + steps, steps)
+        index += count[:len(index)]                                 # the byte's place in `flat`
+        pieces.append(flat.take(index, mode="clip"))
+        if mark:
+            bits = np.zeros(len(index), bool)
+            bits[(end - steps)[steps > 0]] = True
+            first.append(bits)
+        n += len(index)
+    data, starts = np.concatenate(pieces), np.unique(np.concatenate(starts))
+    token_start = np.concatenate(first) if mark else None
+    starts = starts[starts < n]                                     # an empty last document has nothing to read
+    if min_doc_bytes:
+        starts = starts[np.diff(np.append(starts, n)) >= min_doc_bytes]
+        keep = lambda t: np.concatenate([t[s:s + min_doc_bytes] for s in starts])
+    else:
+        keep = lambda t: t[starts[0]:]
+    if not len(starts):
+        fail(f"{path} has no document" + (f" of {min_doc_bytes} bytes; lower --min_doc_bytes" if min_doc_bytes else ""))
+    corpus = Corpus(keep(data), np.arange(len(starts)) * min_doc_bytes if min_doc_bytes else starts - starts[0], str(path), min_doc_bytes)
+    corpus.token_start = keep(token_start) if mark else None
+    return corpus
+
+
+@contextlib.contextmanager
+def locked(f):
+    """Only one process at a time writes to f; the others wait here. Where locks do not exist, none is taken."""
+    try:
+        import fcntl
+        fcntl.flock(f, fcntl.LOCK_EX)
+    except (ImportError, OSError):
+        pass
+    yield   # closing the file frees the lock
+
+
+def fetch(name, folder, repo=REPO):
+    """Download a shard unless it is there -> its path. Written to NAME.part, which the next try goes on with; verified
+    (size, magic, ids, and the hub's sha256), then renamed. HF_ENDPOINT and HF_TOKEN are honoured."""
+    path = Path(folder) / name
+    if path.exists():
+        return path
+    url = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/datasets/{repo}/resolve/main/{name}"
+    part = path.with_name(name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "ab") as f, locked(f):
+            if path.exists():   # another process has been faster
+                with contextlib.suppress(FileNotFoundError):
+                    part.unlink()
+                return path
+            sha256 = download(url, f, name)
+            f.flush()
+            os.fsync(f.fileno())
+            try:
+                verify(part, sha256)
+            except ValueError as e:
+                part.unlink()
+                fail(f"{url} is not a whole shard: {e}; try again, or fetch {name} by other means into {folder}")
+            os.replace(part, path)
+    except requests.RequestException as e:
+        fail(f"cannot download {url} ({type(e).__name__}); what came is kept and the next try goes on; or put {name} into {folder}")
+    except OSError as e:
+        fail(f"cannot write {part}: {e.strerror or e}; free some space or give another --data_dir")
+    return path
+
+
+def download(url, f, name):
+    """Append to f what it lacks of url -> the sha256 that the server names, or None. Growing pauses between tries."""
+    token = os.environ.get("HF_TOKEN")
+    tries, sha256 = 0, None
+    while True:
+        have = f.seek(0, os.SEEK_END)
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+        try:
+            with requests.get(url, headers=headers | ({"Authorization": f"Bearer {token}"} if token else {}), stream=True,
+                              timeout=30) as r:
+                if r.status_code == 416:   # nothing after what is here: it is whole, or something else
+                    f.truncate(0 if tries else have)
+                    tries += 1
+                    if str(have) == r.headers.get("Content-Range", "").split("/")[-1]:
+                        return sha256
+                    continue
+                if r.status_code == 429 or r.status_code >= 500:
+                    raise requests.ConnectionError(f"HTTP {r.status_code}")
+                if r.status_code >= 400:
+                    hint = {401: "set HF_TOKEN", 403: "set HF_TOKEN"}.get(r.status_code, "check --repo and --shards")
+                    fail(f"{url}: HTTP {r.status_code}; {hint}")
+                for answer in (*r.history, r):   # the hub names the hash before it redirects
+                    tag = answer.headers.get("X-Linked-ETag", "").strip('W/"')
+                    sha256 = tag if re.fullmatch("[0-9a-f]{64}", tag) else sha256
+                if have and r.status_code == 200:   # the server does not know ranges: from the start
+                    f.truncate(0)
+                    have = 0
+                total = have + int(r.headers.get("Content-Length", 0))
+                begin, shown, start = time.time(), 0.0, have
+                for piece in r.iter_content(1 << 16):
+                    f.write(piece)
+                    have, tries = have + len(piece), 0
+                    if time.time() - shown > 0.5 or have == total:
+                        shown = time.time()
+                        speed = (have - start) / max(shown - begin, 1e-3)
+                        left = max(total - have, 0) / max(speed, 1)
+                        print(f"\rfineweb: {name} {have / 1e6:.0f} of {total / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s, "
+                              f"{left:.0f} s left   ", end="\n" if have == total else "", file=sys.stderr, flush=True)
+                if total and have < total:
+                    raise requests.ConnectionError("cut off")
+                return sha256
+        except requests.RequestException as e:
+            tries += 1
+            if tries >= RETRIES:
+                raise
+            wait = PAUSE * 2 ** (tries - 1)
+            print(f"\nfineweb: {name}: {str(e)[:80] or type(e).__name__}; again in {wait:.0f} s", file=sys.stderr, flush=True)
+            time.sleep(wait)
+
+
+def write_shard(text, path):
+    """Documents (an iterable of bytes) -> a shard at path, and how many ids it has."""
+    ids = np.concatenate([np.append(END_OF_TEXT, tokenize(d)) for d in text]).astype("<u2")
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, len(ids)
+    tmp = f"{path}.tmp"
+    with open(tmp, "wb") as f:
+        f.write(header.tobytes() + ids.tobytes())
+    os.replace(tmp, path)
+    return len(ids)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # the training stream
 
 class Loader:
-    """An endless, shuffled stream of rows, numbered 0, 1, 2, ...: row r is a function of (corpus, T, seed, r) alone.
+    """An endless, shuffled stream of rows, numbered 0, 1, 2, ...: row r is a function of (text, T, seed, r) alone.
 
-    Each epoch cuts the corpus into windows of T from a random offset and visits all of them in random order. To resume,
-    remember the next row's number; ranks stay disjoint by taking different numbers.
+    Each epoch visits the shards in order (plain text is a single one) and the rows of each in random order; where rows do
+    not start with documents, they are windows of T from a random offset. To resume, remember the next row's number; ranks
+    stay disjoint by taking different numbers.
     """
 
-    def __init__(self, corpus, T, seed):
-        if len(corpus) < T:
-            fail(f"text too short: {corpus.name} has {len(corpus)} bytes to train on, one row takes {T}; "
+    def __init__(self, text, T, seed):
+        self.text, self.T, self.seed = text if isinstance(text, Shards) else [text], T, seed
+        self.enter(0, 0, 0)
+
+    def enter(self, epoch, shard, first):
+        """Draw the order of a shard's rows, the first of which has number `first`."""
+        corpus = self.text[shard]
+        if len(corpus) < self.T:
+            fail(f"text too short: {corpus.name} has {len(corpus)} bytes to train on, one row takes {self.T}; "
                  f"give more text" + (f" or --row_bytes {len(corpus)}" if len(corpus) > 1 else ""))
-        self.corpus, self.T, self.seed = corpus, T, seed
-        self.n = max(1, len(corpus) // T - 1)                        # windows an epoch; one less leaves room to shift
-        self.epoch = -1
+        rng = np.random.default_rng((self.seed, epoch, shard) if shard else (self.seed, epoch))
+        if corpus.doc_bytes:
+            starts = corpus.row_starts(self.T)
+            self.starts = starts[rng.permutation(len(starts))]
+        else:
+            n = max(1, len(corpus) // self.T - 1)                    # windows; one less leaves room to shift
+            order = rng.permutation(n)
+            self.starts = rng.integers(len(corpus) - n * self.T + 1) + order * self.T
+        self.epoch, self.shard, self.first, self.n = epoch, shard, first, len(self.starts)
 
     def rows(self, first, count):
         """Rows first .. first+count-1, as Corpus.window."""
-        starts = []
-        for r in range(first, first + count):
-            epoch, k = divmod(r, self.n)
-            if epoch != self.epoch:
-                rng = np.random.default_rng((self.seed, epoch))
-                self.order, self.epoch = rng.permutation(self.n), epoch
-                self.offset = rng.integers(len(self.corpus) - self.n * self.T + 1)
-            starts.append(self.offset + self.order[k] * self.T)
-        return self.corpus.window(starts, self.T)
+        if first < self.first:
+            self.enter(0, 0, 0)
+        parts = []
+        while count:
+            while first >= self.first + self.n:
+                epoch, shard = divmod(self.epoch * len(self.text) + self.shard + 1, len(self.text))
+                self.enter(epoch, shard, self.first + self.n)
+            here = self.starts[first - self.first:][:count]
+            parts.append(self.text[self.shard].window(here, self.T))
+            first, count = first + len(here), count - len(here)
+        return parts[0] if len(parts) == 1 else tuple(None if t[0] is None else torch.cat(t) for t in zip(*parts))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# command line
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.error = lambda message: fail(f"{message}; see python data.py --help")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(name, text):
+        c = commands.add_parser(name, help=text, allow_abbrev=False)
+        c.error = parser.error
+        return c
+
+    c = command("fineweb", "fetch the validation shard and the first training shards")
+    c.add_argument("--shards", type=int, default=1, help="how many to train on, 200 MB each")
+    c.add_argument("--repo", default=REPO, help="the dataset on the hub")
+    c.add_argument("--data_dir", default="data")
+    c = command("check", "verify shards")
+    c.add_argument("path", help="a shard or a folder of them")
+    c = command("write", "make a shard from text")
+    c.add_argument("text", help="a document a line, or, where there are blank lines, between these")
+    c.add_argument("out", help="the shard to write")
+    args = parser.parse_args(argv)
+    if args.command == "fineweb":
+        if args.shards < 0:
+            fail(f"--shards {args.shards}: give 0 or more; 0 is the validation shard alone")
+        folder = os.path.join(args.data_dir, args.repo.split("/")[-1])
+        for number in range(args.shards + 1):
+            print(fetch(shard_name(number), folder, args.repo))
+    elif args.command == "check":
+        paths = sorted(Path(args.path).glob("*.bin")) if os.path.isdir(args.path) else [Path(args.path)]
+        if not paths:
+            fail(f"no .bin file in {args.path}; give a shard or a folder of them")
+        bad = 0
+        for path in paths:
+            try:
+                print(f"{path}: good, {verify(path):,} ids")
+            except (ValueError, OSError) as e:
+                print(f"{path}: BAD, {e}")
+                bad += 1
+        if bad:
+            fail(f"{bad} of {len(paths)} are not whole shards; remove them and fetch again")
+    else:
+        try:
+            text = Path(args.text).read_bytes()
+            docs = [d for d in re.split(rb"\n\s*\n" if re.search(rb"\n\s*\n", text.strip()) else rb"\n", text) if d.strip()]
+            if not docs:
+                fail(f"no text in {args.text}; give a file with a document a line, or between blank lines")
+            print(f"{args.out}: {len(docs):,} documents, {write_shard(docs, args.out):,} ids")
+        except OSError as e:
+            fail(f"cannot read or write {e.filename}: {e.strerror}")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import Corpus, expand, fail, load
+from data import REPO, Corpus, expand, fail, load
 from model import NO_TARGET, SEPARATOR, ByteLM, ModelConfig, all_sum, flops_per_byte, nll
 
 WHITESPACE = torch.zeros(257, dtype=torch.bool)
@@ -102,9 +102,8 @@ def evaluate(model, corpus, T, batch_rows=32, max_rows=0, rank=0, world=1):
     after a byte that is not; a boundary is inside a character when a UTF-8 continuation byte follows it.
     """
     device = next(model.parameters()).device
-    n = math.ceil(len(corpus) / T)
-    first = np.arange(min(n, max_rows or n)) * T
-    first = first[rank::world]
+    first = corpus.row_starts(T)
+    first = first[:max_rows or len(first)][rank::world]
     total = torch.zeros(12, dtype=torch.float64)
     noise = torch.rand(T, generator=torch.Generator().manual_seed(0))
     for i in range(0, len(first), batch_rows):
@@ -246,7 +245,9 @@ def write_text(path, content):
 
 def command_bpb(args, model, config):
     if args.data in ("docs", "fineweb"):
-        corpus = load(args.data)[1]   # the held-out part
+        corpus = load(args.data, args.data_dir, config.get("repo", REPO), 1, config.get("min_doc_bytes", 0))[1]   # the held-out part
+        if model.cfg.chunker == "bpe":
+            corpus.mark_tokens()
     else:
         data = [np.memmap(f, dtype=np.uint8, mode="r") for f in expand(args.data)]
         starts = np.cumsum([0] + [len(d) for d in data[:-1]])
@@ -415,7 +416,8 @@ def main(argv=None):
         return c
 
     c = command("bpb", command_bpb, "bits per byte of a text")
-    c.add_argument("--data", default="docs", help="file, folder or glob, whole; or docs, its held-out part")
+    c.add_argument("--data", default="docs", help="file, folder or glob, whole; or docs or fineweb, its held-out part")
+    c.add_argument("--data_dir", default="data", help="where train.py keeps prepared corpora and shards")
     c.add_argument("--batch_rows", type=int, default=32)
     c = command("boundaries", command_boundaries, "where the model cuts a text")
     c.add_argument("--text", default="The quick brown fox jumps over the lazy dog, and nobody told it what a word is.")

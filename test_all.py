@@ -2,6 +2,8 @@
 Everything the project promises, checked on a CPU without network, GPU or compiler: python -m pytest -q test_all.py
 One section a file: model, data, train, eval. Names say what holds.
 """
+import hashlib
+import http.server
 import io
 import itertools
 import json
@@ -12,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -636,6 +639,215 @@ def test_docs_corpus_is_english_and_split_by_document(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# data: FineWeb
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub of one file, which answers as told: `plan` says how to answer the next requests, then it answers well."""
+    plan, log, body, tag = [], [], b"", None
+
+    def do_GET(self):
+        how, asked = (self.plan.pop(0) if self.plan else "well"), self.headers.get("Range")
+        self.log.append((self.path, asked, self.headers.get("Authorization")))
+        if isinstance(how, int):
+            return self.send_error(how)
+        first = int(asked[6:-1]) if asked and how != "no ranges" else 0
+        if first and first >= len(self.body):
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(self.body)}")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        self.send_response(206 if first else 200)
+        self.send_header("Content-Length", str(len(self.body) - first))
+        if self.tag:
+            self.send_header("X-Linked-ETag", f'"{self.tag}"')
+        self.end_headers()
+        self.wfile.write(self.body[first:first + 70000] if how == "cut off" else self.body[first:])
+
+    def log_message(self, *args):
+        pass
+
+
+def shard(ids, magic=data.MAGIC):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, data.VERSION, len(ids)
+    return header.tobytes() + np.array(ids, "<u2").tobytes()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(data, "PAUSE", 0.01)
+    Hub.plan, Hub.log, Hub.tag = [], [], None
+    Hub.body = shard([data.END_OF_TEXT, *range(50000), *range(50000)])
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def files():
+    return sorted(os.listdir("d")) if os.path.isdir("d") else []
+
+
+@pytest.mark.parametrize("plan,ranges", [
+    ([], [None]), ([429, 500, 503], [None] * 4), (["cut off"], [None, "bytes=65536-"]), (["cut off", "no ranges"], [None, "bytes=65536-"]),
+    (["cut off", 502, "cut off"], [None, "bytes=65536-", "bytes=65536-", "bytes=131072-"]),
+])
+def test_downloads_survive_trouble_and_go_on_where_they_stopped(hub, plan, ranges):
+    hub.plan[:], hub.tag = plan, hashlib.sha256(hub.body).hexdigest()
+    path = data.fetch("s.bin", "d", "who/what")
+    assert path.read_bytes() == hub.body and files() == ["s.bin"]
+    assert [r for _, r, _ in hub.log] == ranges
+    assert hub.log[0][0] == "/datasets/who/what/resolve/main/s.bin" and hub.log[0][2] == "Bearer secret"
+    assert data.fetch("s.bin", "d") == path and len(hub.log) == len(ranges)                  # a second call asks nobody
+
+
+@pytest.mark.parametrize("left", [b"", "half", "whole", "too much"])
+def test_an_earlier_half_is_gone_on_with(hub, left):
+    os.mkdir("d")
+    Path("d/s.bin.part").write_bytes({"half": hub.body[:1500], "whole": hub.body, "too much": hub.body + b"xx"}.get(left, b""))
+    if left == "too much":
+        hub.tag = hashlib.sha256(hub.body).hexdigest()
+    assert data.fetch("s.bin", "d").read_bytes() == hub.body and files() == ["s.bin"]
+
+
+@pytest.mark.parametrize("body,words", [
+    (b"<!doctype html><title>log in</title>" + b" " * 2000, ["a web page"]), (shard([1, 2, 3])[:-2], ["bytes, but"]), (b"short", ["only 5 bytes"]),
+    (shard([1, 2], magic=7), ["magic 7"]), (shard([1, 60000]), ["id 60000"]), ("hash", ["sha256"]),
+])
+def test_what_is_no_shard_is_refused_and_leaves_nothing(hub, capsys, body, words):
+    if body == "hash":
+        hub.tag = "0" * 64
+    else:
+        hub.body = body
+    with pytest.raises(SystemExit):
+        data.fetch("s.bin", "d")
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("error: ") and all(w in err for w in words) and files() == []
+
+
+def test_errors_of_the_server_and_the_disk_are_one_line(hub, capsys, monkeypatch):
+    hub.plan[:] = [404]
+    fails(capsys, lambda: data.fetch("s.bin", "d"), "404", "--shards")
+    hub.plan[:] = [401]
+    fails(capsys, lambda: data.fetch("s.bin", "d"), "HF_TOKEN")
+
+    def full(fd):
+        raise OSError(28, "No space left on device")
+    with monkeypatch.context() as m:
+        m.setattr(os, "fsync", full)
+        with pytest.raises(SystemExit):
+            data.fetch("s.bin", "d")
+    assert "No space left" in capsys.readouterr().err and "s.bin" not in files()
+    assert data.fetch("s.bin", "d").read_bytes() == hub.body                                # and the next try goes on
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")                                # nobody listens there
+    assert data.fetch("s.bin", "d").exists()                                               # offline, but it is here
+    monkeypatch.setattr(data, "RETRIES", 2)
+    with pytest.raises(SystemExit):
+        data.fetch("t.bin", "d")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: cannot download http://127.0.0.1:9")
+
+
+def test_two_processes_fetch_a_shard_once(hub):
+    hub.body = shard([data.END_OF_TEXT, *range(50000)])
+    hub.plan[:] = ["cut off"]                                   # whoever comes first has to come back
+    command = [sys.executable, str(HERE / "data.py"), "fineweb", "--shards", "0"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    assert [p.wait(60) for p in both] == [0, 0], [p.stderr.read() for p in both]
+    assert Path("data/fineweb10B-gpt2/fineweb_val_000000.bin").read_bytes() == hub.body
+    assert len(hub.log) == 2 and os.listdir("data/fineweb10B-gpt2") == ["fineweb_val_000000.bin"]
+
+
+@pytest.fixture
+def letters(monkeypatch):
+    """A vocabulary that is always there: id i is the byte i, 256 is "the ", 300 a half character, the rest is "?"."""
+    tokens = [bytes([i]) for i in range(256)] + [b"the "] + [b"?"] * (data.END_OF_TEXT - 257) + [b""]
+    tokens[300] = b"\xe4\xb8"
+
+    class Encoding:
+        encode_single_token = staticmethod(lambda b: b[0])
+
+        @staticmethod
+        def encode_ordinary(text):
+            return [256 if part == b"the " else part[0] for part in re.findall(rb"the |[\x00-\xff]", text.encode())]
+    monkeypatch.setattr(data, "gpt2", lambda: (Encoding, np.array([len(t) for t in tokens], np.int32), tokens))
+    return tokens
+
+
+def test_shards_become_bytes_and_documents(letters, monkeypatch):
+    E = data.END_OF_TEXT
+    ids = [97, 98, E, 256, 99, 300, E, E, *b"long one", 256, E, 100, E]
+    Path("s.bin").write_bytes(shard(ids))
+    corpus = data.read_shard("s.bin", mark=True)
+    docs = [bytes(corpus.data[s:e]) for s, e in zip(corpus.starts, corpus.ends)]
+    assert docs == [b"the c\xe4\xb8", b"long onethe ", b"d"]    # without the half document in front and the empty one
+    expected = [k == 0 for i in ids[3:] for k in range(len(letters[i]))]
+    assert corpus.token_start.tolist() == expected
+    cut = data.read_shard("s.bin", 7, mark=True)
+    assert bytes(cut.data) == b"the c\xe4\xb8long on" and cut.starts.tolist() == [0, 7] and cut.doc_bytes == 7
+    assert cut.token_start.tolist() == expected[:7] + expected[7:14]
+    x, y, _ = cut.window(cut.row_starts(7), 7)
+    assert bytes(y.flatten().tolist()) == bytes(cut.data) and (x[:, 0] == SEPARATOR).all()
+    assert cut.row_starts(3).tolist() == [0, 3, 8, 11]          # twice three bytes of each; a separator stands between
+
+
+def test_shards_written_from_text_read_back(letters, capsys, monkeypatch):
+    rng = random.Random(0)
+    docs = [bytes(rng.randbytes(rng.randint(1, 400))).replace(b"\n", b"?").strip() + b"the x" for _ in range(300)]
+    Path("t.txt").write_bytes(b"\n".join(docs) + b"\n")
+    data.main(["write", "t.txt", "out.bin"])
+    assert "300 documents" in capsys.readouterr().out
+    corpus = data.read_shard("out.bin")
+    assert [bytes(corpus.data[s:e]) for s, e in zip(corpus.starts, corpus.ends)] == docs
+    Path("t.txt").write_bytes(b"one\ntwo\n \nthree\n\n\n")
+    data.main(["write", "t.txt", "two.bin"])
+    assert "2 documents" in capsys.readouterr().out
+    data.main(["check", "."])
+    assert capsys.readouterr().out.count("good") == 2
+    Path("two.bin").write_bytes(Path("two.bin").read_bytes()[:-1])
+    with pytest.raises(SystemExit):
+        data.main(["check", "."])
+    assert "two.bin: BAD" in capsys.readouterr().out
+
+
+def test_real_shards_and_vocabulary(monkeypatch):
+    source = HERE.parent / "shared/data/text/fineweb_first10.derived.bin"
+    if not source.exists():
+        pytest.skip("no ../shared beside the checkout")
+    try:
+        encoding = data.gpt2()[0]
+    except SystemExit:
+        pytest.skip("no GPT-2 vocabulary here")
+    ids = data.shard_ids(source)
+    corpus = data.read_shard(source, mark=True)
+    docs = np.split(ids, np.flatnonzero(ids == data.END_OF_TEXT))[1:]
+    whole = [encoding.decode_bytes(d[1:].tolist()) for d in docs]
+    assert [bytes(corpus.data[s:e]) for s, e in zip(corpus.starts, corpus.ends)] == whole
+    assert corpus.token_start.sum() == sum(len(d) - 1 for d in docs)
+    again = data.Corpus(corpus.data, corpus.starts).mark_tokens()
+    assert (again.token_start == corpus.token_start).mean() > 0.99   # the same tokenizer made both
+
+
+def test_training_on_shards_reads_them_in_turn(letters, hub, capsys):
+    hub.body = shard([i for k in range(6) for i in (data.END_OF_TEXT, *([97 + k] * 70))])
+    text, val = data.load("fineweb", "d", shards=2, min_doc_bytes=64)
+    loader = data.Loader(text, 32, seed=1)
+    letters_ = [{int(row[0]) for row in loader.rows(r, 1)[1]} for r in range(36)]
+    assert [sorted(set.union(*letters_[k:k + 12])) for k in (0, 12, 24)] == [list(range(97, 103))] * 3   # all, shard by shard
+    x, y, _ = loader.rows(10, 5)                                # across the shards' border
+    again = data.Loader(text, 32, seed=1)
+    assert torch.equal(torch.cat([again.rows(10, 2)[1], again.rows(12, 3)[1]]), y)
+    assert [p for p, *_ in hub.log] == [f"/datasets/kjj0/fineweb10B-gpt2/resolve/main/fineweb_{n}.bin" for n in ("val_000000", "train_000001", "train_000002")]
+    train.main([*SMALL, "--data", "fineweb", "--data_dir", "d", "--shards", "2", "--min_doc_bytes", "64", "--row_bytes", "32", "--name", "f"])
+    one = state("f")
+    assert one[1][-1]["bytes"] == 6 * 64
+    evaluation.main(["bpb", "out/f", "--data", "fineweb", "--data_dir", "d"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # train
 
 SMALL = ["--n_embd", "32", "--n_head", "2", "--n_enc", "1", "--n_main", "1", "--n_dec", "1", "--window", "8", "--row_bytes", "32",
@@ -814,7 +1026,7 @@ def fails(capsys, call, *words):
     (["--pairs", "2", "--chunker", "space"], ["twins"]), (["--chunker", "spaces"], ["space"]),
     (["--name", "../up"], ["one folder"]), (["--device", "nonsense"], ["cpu"]), (["--beta1", "1"], ["beta1"]),
     (["--seed", "99999999999999"], ["seed"]), (["--batch_rows", "1"], ["batch_relative"]), (["--row_bytes", "1"], ["row_bytes"]), (["--policy_window", "0"], ["policy_window"]),
-    (["--data", "/no/such/file"], ["/no/such/file"]), (["--data", "fineweb"], ["docs"]),
+    (["--data", "/no/such/file"], ["/no/such/file"]), 
     (["--init_from", "nowhere"], ["nowhere"]), (["--resume"], ["nothing to resume"]), (["--row_bytes", "9000"], ["text too short"]),
 ])
 def test_bad_settings(text_file, capsys, flags, words):

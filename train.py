@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from data import Loader, fail, load
+from data import REPO, SHARDS, Loader, fail, load
 from eval import boundaries, cut, evaluate, find_device, load_weights, plain_streams, read_checkpoint
 from model import CHUNKERS, ByteLM, ModelConfig, all_sum, flops_per_byte, param_groups
 
@@ -41,7 +41,10 @@ class TrainConfig(ModelConfig):
     """The run's settings, on top of the model's. The comment behind each is its help text."""
     preset: str = "auto"          # tiny, 20m, 40m, 90m or 147m; auto = 147m with CUDA, else tiny
     data: str = "auto"            # docs, fineweb, or a file, folder or glob; auto = fineweb with CUDA, else docs
-    data_dir: str = "data"        # where prepared corpora are kept
+    data_dir: str = "data"        # where prepared corpora and shards are kept
+    repo: str = REPO              # for fineweb: the dataset on the hub
+    shards: int = SHARDS          # for fineweb: training shards an epoch goes through, fetched as they are needed
+    min_doc_bytes: int = 4096     # for fineweb: shorter documents are left out, longer ones cut to it; 0 = all, packed
     out_dir: str = "out"          # where runs are kept
     name: str = ""                # this run's folder in out_dir; empty = named after preset and data
     resume: bool = False          # go on with the run `name`, or the newest; its settings are kept unless given again
@@ -85,7 +88,7 @@ PRESETS = {
 }
 CHOICES = dict(preset=["auto", *PRESETS], chunker=CHUNKERS, dtype=["auto", "bf16", "fp32"], compile=["auto", "on", "off"],
                schedule=["cosine", "wsd"])
-LEAST = dict(n_embd=2, n_head=1, window=1, policy_window=1, row_bytes=2, batch_rows=1, accum_steps=1,
+LEAST = dict(shards=1, n_embd=2, n_head=1, window=1, policy_window=1, row_bytes=2, batch_rows=1, accum_steps=1,
              log_every=1, eval_every=1, save_every=1, eval_bytes=1)   # all other numbers start at 0
 MOST = dict(policy_window=12, gamma=1, lambda_early=1, beta1=0.9999, beta2=0.9999, seed=2 ** 31, n_embd=65536, n_enc=1000,
             n_main=1000, n_dec=1000, window=65536, row_bytes=2 ** 24, batch_rows=2 ** 20)
@@ -366,13 +369,13 @@ def main(argv=None):
     # -- data: rank 0 prepares it, the others find it done
     if rank:
         wait()
-    train_text, val_text = load(cfg.data, cfg.data_dir)
+    train_text, val_text = load(cfg.data, cfg.data_dir, cfg.repo, cfg.shards, cfg.min_doc_bytes)
     if rank == 0:
         wait()
     if cfg.chunker == "bpe":
         train_text.mark_tokens(), val_text.mark_tokens()
     loader = Loader(train_text, cfg.row_bytes, cfg.seed)
-    say(f"text: {len(train_text.data):,} bytes to train on, {len(val_text.data):,} held out")
+    say(f"text: {train_text} to train on, {val_text} held out")
 
     # -- model, optimiser
     torch.manual_seed(cfg.seed)
