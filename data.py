@@ -44,8 +44,10 @@ FEW_DOCUMENTS = 20
 
 def fail(message):
     """End with one line for the user: `error: what, where, what to do`, exit code 2."""
-    print("error:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    end = SystemExit(2)
+    end.reason = " ".join(str(message).splitlines())
+    print("error:", end.reason, file=sys.stderr, flush=True)
+    raise end
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -293,12 +295,15 @@ class Shards:
         return self
 
     def read(self, k):
-        path = fetch(shard_name(self.numbers[k]), self.folder, self.repo)
+        path = fetch_shard(self.numbers[k], self.folder, self.repo)
         return read_shard(path, self.min_doc_bytes, self.marked or not self.numbers[k])
 
 
-def shard_name(number):
-    return f"fineweb_train_{number:06d}.bin" if number else "fineweb_val_000000.bin"
+def fetch_shard(number, folder, repo=REPO):
+    """Shard `number` of the hub's dataset (0 is for validation) in folder -> its path. HF_ENDPOINT and HF_TOKEN are honoured."""
+    name = f"fineweb_train_{number:06d}.bin" if number else "fineweb_val_000000.bin"
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    return fetch(f"{hub}/datasets/{repo}/resolve/main/{name}", Path(folder) / name, verify, os.environ.get("HF_TOKEN"))
 
 
 def shard_ids(path):
@@ -322,11 +327,18 @@ def verify(path, sha256=None):
         if ids[i:i + (1 << 22)].max() > END_OF_TEXT:
             raise ValueError(f"id {ids[i:i + (1 << 22)].max()}, more than {END_OF_TEXT}")
     if sha256:
-        with open(path, "rb") as f:
-            found = hashlib.file_digest(f, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else hashlib.sha256(f.read()).hexdigest()
-        if found != sha256:
-            raise ValueError(f"sha256 {found[:8]}..., not {sha256[:8]}...")
+        check_hash(path, sha256)
     return len(ids)
+
+
+def check_hash(path, sha256):
+    """ValueError where the file's sha256 does not start so."""
+    found = hashlib.sha256()
+    with open(path, "rb") as f:
+        while piece := f.read(1 << 20):
+            found.update(piece)
+    if not found.hexdigest().startswith(sha256):
+        raise ValueError(f"sha256 {found.hexdigest()[:8]}..., not {sha256[:8]}...")
 
 
 def read_shard(path, min_doc_bytes=0, mark=False):
@@ -383,14 +395,12 @@ def locked(f):
     yield   # closing the file frees the lock
 
 
-def fetch(name, folder, repo=REPO):
-    """Download a shard unless it is there -> its path. Written to NAME.part, which the next try goes on with; verified
-    (size, magic, ids, and the hub's sha256), then renamed. HF_ENDPOINT and HF_TOKEN are honoured."""
-    path = Path(folder) / name
+def fetch(url, path, check, token=None):
+    """Download a file unless it is there -> its path. Written to NAME.part, which the next try goes on with; check(part,
+    sha256 that the server names or None) raises ValueError where it is not what it should be; then renamed."""
     if path.exists():
         return path
-    url = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/datasets/{repo}/resolve/main/{name}"
-    part = path.with_name(name + ".part")
+    part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "ab") as f, locked(f):
@@ -398,25 +408,24 @@ def fetch(name, folder, repo=REPO):
                 with contextlib.suppress(FileNotFoundError):
                     part.unlink()
                 return path
-            sha256 = download(url, f, name)
+            sha256 = download(url, f, path.name, token)
             f.flush()
             os.fsync(f.fileno())
             try:
-                verify(part, sha256)
+                check(part, sha256)
             except ValueError as e:
                 part.unlink()
-                fail(f"{url} is not a whole shard: {e}; try again, or fetch {name} by other means into {folder}")
+                fail(f"{url} is not what it should be: {e}; try again, or put {path.name} into {path.parent} by other means")
             os.replace(part, path)
     except requests.RequestException as e:
-        fail(f"cannot download {url} ({type(e).__name__}); what came is kept and the next try goes on; or put {name} into {folder}")
+        fail(f"cannot download {url} ({type(e).__name__}); try again, what came is kept; or put {path.name} into {path.parent}")
     except OSError as e:
-        fail(f"cannot write {part}: {e.strerror or e}; free some space or give another --data_dir")
+        fail(f"cannot write {part}: {e.strerror or e}; free some space or give another folder")
     return path
 
 
-def download(url, f, name):
+def download(url, f, name, token):
     """Append to f what it lacks of url -> the sha256 that the server names, or None. Growing pauses between tries."""
-    token = os.environ.get("HF_TOKEN")
     tries, sha256 = 0, None
     while True:
         have = f.seek(0, os.SEEK_END)
@@ -450,7 +459,7 @@ def download(url, f, name):
                         shown = time.time()
                         speed = (have - start) / max(shown - begin, 1e-3)
                         left = max(total - have, 0) / max(speed, 1)
-                        print(f"\rfineweb: {name} {have / 1e6:.0f} of {total / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s, "
+                        print(f"\r{name}: {have / 1e6:.0f} of {total / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s, "
                               f"{left:.0f} s left   ", end="\n" if have == total else "", file=sys.stderr, flush=True)
                 if total and have < total:
                     raise requests.ConnectionError("cut off")
@@ -460,7 +469,7 @@ def download(url, f, name):
             if tries >= RETRIES:
                 raise
             wait = PAUSE * 2 ** (tries - 1)
-            print(f"\nfineweb: {name}: {str(e)[:80] or type(e).__name__}; again in {wait:.0f} s", file=sys.stderr, flush=True)
+            print(f"\n{name}: {str(e)[:80] or type(e).__name__}; again in {wait:.0f} s", file=sys.stderr, flush=True)
             time.sleep(wait)
 
 
@@ -551,7 +560,7 @@ def main(argv=None):
             fail(f"--shards {args.shards}: give 0 or more; 0 is the validation shard alone")
         folder = os.path.join(args.data_dir, args.repo.split("/")[-1])
         for number in range(args.shards + 1):
-            print(fetch(shard_name(number), folder, args.repo))
+            print(fetch_shard(number, folder, args.repo))
     elif args.command == "check":
         paths = sorted(Path(args.path).glob("*.bin")) if os.path.isdir(args.path) else [Path(args.path)]
         if not paths:

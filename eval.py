@@ -2,12 +2,14 @@
 Look at a trained model and score it.
 
     python eval.py bpb CKPT --data PATH                 bits per byte of a file, folder or glob, late and early
+    python eval.py all CKPT                             hellaswag, arc_easy, piqa and lambada (or one of these), and bpb
     python eval.py boundaries CKPT --text "some text"   where it cuts; --html FILE draws a heat map, --json FILE lists p
     python eval.py sample CKPT --prompt "Once" --bytes 300
     python eval.py compare out/RUN...                   finished runs side by side, grouped by setting; --plot FILE
 
 CKPT is a run's folder or its ckpt.pt. Boundaries are greedy (p >= 1/2) unless said otherwise. Text longer than the
 model's row is read row by row, each without memory of the one before; scoring is in fp32 whatever the training used.
+bpb and the tasks also run under torchrun, with the same result for any number of ranks.
 """
 import argparse
 import codecs
@@ -15,15 +17,18 @@ import html
 import json
 import math
 import os
+import re
 import sys
+import time
 import zipfile
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from data import REPO, Corpus, expand, fail, load
+from data import Corpus, check_hash, expand, fail, fetch, load
 from model import NO_TARGET, SEPARATOR, ByteLM, ModelConfig, all_sum, flops_per_byte, nll
 
 WHITESPACE = torch.zeros(257, dtype=torch.bool)
@@ -163,6 +168,170 @@ def cut(text, a, one_line=False):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# benchmarks: which of some continuations of a context is the right one?
+
+# file: (where it comes from, how its sha256 starts); the zip is read member by member, never unpacked
+SOURCES = {
+    "hellaswag_val.jsonl": ("https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl", "0aa3b888"),
+    "ARC-V1-Feb2018.zip": ("https://ai2-public-datasets.s3.amazonaws.com/arc/ARC-V1-Feb2018.zip", ""),
+    "piqa_valid.jsonl": ("https://ybisk.github.io/piqa/data/valid.jsonl", "93503cc9"),
+    "piqa_valid-labels.lst": ("https://ybisk.github.io/piqa/data/valid-labels.lst", "b4192dc3"),
+    "lambada_test.jsonl": ("https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl", "4aa8d02c"),
+}
+
+
+def lines(folder, name):
+    """The parsed lines of a benchmark's file, which is in folder or fetched into it."""
+    path = folder / name
+    try:
+        if name == "ARC-Easy-Test.jsonl" and not path.exists():
+            url, _ = SOURCES["ARC-V1-Feb2018.zip"]
+            with zipfile.ZipFile(fetch(url, folder / "ARC-V1-Feb2018.zip", lambda part, _: zipfile.ZipFile(part).close())) as z:
+                text = z.read("ARC-V1-Feb2018-2/ARC-Easy/ARC-Easy-Test.jsonl")
+        else:
+            if not path.exists():
+                url, sha256 = SOURCES[name]
+                fetch(url, path, lambda part, _: check_hash(part, sha256))
+            text = path.read_bytes()
+        return [json.loads(line) for line in text.decode("utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
+        fail(f"cannot read {path} ({type(e).__name__}: {e}); remove it, and it is fetched again")
+
+
+def hellaswag(folder):
+    def clean(text):   # as lm-evaluation-harness: how-to titles become sentences, bracket markers go
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+    for row in lines(folder, "hellaswag_val.jsonl"):
+        context = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+        yield row["ind"], context, [" " + clean(e) for e in row["endings"]], int(row["label"])
+
+
+def arc_easy(folder):
+    for row in lines(folder, "ARC-Easy-Test.jsonl"):
+        choices = row["question"]["choices"]
+        gold = [c["label"] for c in choices].index(row["answerKey"])   # letters or digits
+        yield row["id"], f"Question: {row['question']['stem']}\nAnswer:", [" " + c["text"] for c in choices], gold
+
+
+def piqa(folder):
+    for k, (row, gold) in enumerate(zip(lines(folder, "piqa_valid.jsonl"), lines(folder, "piqa_valid-labels.lst"))):
+        yield k, f"Question: {row['goal']}\nAnswer:", [" " + row["sol1"], " " + row["sol2"]], gold
+
+
+def lambada(folder):
+    for k, row in enumerate(lines(folder, "lambada_test.jsonl")):
+        context, word = row["text"].rsplit(" ", 1)
+        yield k, context, [" " + word], 0
+
+
+TASKS = dict(hellaswag=hellaswag, arc_easy=arc_easy, piqa=piqa, lambada=lambada)
+
+
+@torch.no_grad()
+def score(model, pairs, batch_size):
+    """Score continuations. pairs: (context, option) bytes -> a list of (nats of the option, whether each of its bytes is
+    the likeliest, boundaries in the whole), in the same order. Similar lengths go together; padding does not matter."""
+    device = next(model.parameters()).device
+    noise = torch.rand(max(len(c) + len(o) for c, o in pairs), generator=torch.Generator().manual_seed(0)).to(device)
+    order = sorted(range(len(pairs)), key=lambda k: len(pairs[k][0]) + len(pairs[k][1]))
+    out = [None] * len(pairs)
+    for i in range(0, len(order), batch_size):
+        some = [pairs[k] for k in order[i:i + batch_size]]
+        T = len(some[-1][0]) + len(some[-1][1])
+        y = torch.full((len(some), T), NO_TARGET)
+        x = torch.full((len(some), T), SEPARATOR)
+        starts = torch.ones(len(some), T, dtype=torch.bool)   # of tokens, for bpe
+        for r, (context, option) in enumerate(some):
+            text = torch.frombuffer(bytearray(context + option), dtype=torch.uint8).long()
+            x[r, 1:len(text)] = text[:-1]
+            y[r, len(context):len(text)] = text[len(context):]
+            if model.cfg.chunker == "bpe":
+                marks = Corpus(text.numpy().astype(np.uint8)).mark_tokens().token_start
+                starts[r, 1:len(text)] = torch.from_numpy(marks)[:-1]
+        u = noise[:T].expand(len(some), T) if model.cfg.chunker == "pooling" else None
+        x, y = x.to(device), y.to(device)
+        result = model(x, u=u, token_start=starts.to(device))
+        nats = nll(result["logits"], y).double().sum(1).tolist()
+        greedy = ((result["logits"].argmax(-1) == y) | (y == NO_TARGET)).all(1).tolist()
+        for r, k in enumerate(order[i:i + batch_size]):
+            n = len(some[r][0]) + len(some[r][1])
+            out[k] = nats[r], greedy[r], int(result["a"][r, :n].sum())
+    return out
+
+
+def run_task(model, config, args, task, rank, world):
+    """-> one result a question, of all ranks: dict(task, id, context, options, gold, nll, bytes, greedy, boundaries, total)."""
+    questions = list(TASKS[task](Path(args.bench_dir)))[:args.limit or None][rank::world]
+    results, begin = [], time.time()
+    for i in range(0, len(questions), 64):
+        some, pairs = questions[i:i + 64], []
+        for _, context, options, _ in some:
+            options = [o.encode() for o in options]
+            room = max(0, config["row_bytes"] - max(map(len, options)))   # the context is cut from the left, an option never
+            context = context.encode()
+            pairs += [(context[max(0, len(context) - room):], o) for o in options]
+        scores = iter(score(model, pairs, args.batch_size))
+        pairs = iter(pairs)
+        for name, context, options, gold in some:
+            s = [next(scores) for _ in options]
+            results.append(dict(task=task, id=name, context=context, options=options, gold=gold, nll=[x[0] for x in s],
+                                bytes=[len(o.encode()) for o in options], greedy=[x[1] for x in s], boundaries=sum(x[2] for x in s),
+                                total=sum(len(c) + len(o) for c, o in (next(pairs) for _ in options))))
+        if rank == 0 and sys.stderr.isatty():
+            done = len(results)
+            print(f"\r{task}: {done} of {len(questions)}, {(time.time() - begin) / done * (len(questions) - done):.0f} s left  ",
+                  end="" if done < len(questions) else "\n", file=sys.stderr, flush=True)
+    if world > 1:
+        parts = [None] * world
+        dist.all_gather_object(parts, results)
+        results = [parts[k % world][k // world] for k in range(sum(map(len, parts)))]   # in the order of the file
+    return results
+
+
+def summarise(results):
+    """Results of one task -> its figures. Bits per byte: nats of the right options over their bytes, +- standard error."""
+    best = lambda r, size: int(np.argmin([n / max(1, size(o)) for n, o in zip(r["nll"], r["options"])]))
+    share = lambda hits: float(np.mean(hits))
+    one = len(results[0]["options"]) == 1   # lambada: nothing to choose from; right = every byte is the likeliest
+    right = lambda size: share([r["greedy"][0] if one else best(r, size) == r["gold"] for r in results])
+    nats, size = (np.array([r[k][r["gold"]] for r in results]) for k in ("nll", "bytes"))
+    rate, n = nats.sum() / size.sum(), len(results)
+    error = math.sqrt(((nats - rate * size) ** 2).sum() * n / max(1, n - 1)) / size.sum()   # of a ratio of sums
+    return dict(n=n, accuracy=right(lambda o: 1), acc_bytes=right(lambda o: len(o.encode())), acc_chars=right(lambda o: len(o) - 1),
+                bpb=rate / math.log(2), bpb_error=error / math.log(2), word_perplexity=float(np.exp(nats.mean())) if one else None,
+                chunks_per_byte=sum(r["boundaries"] for r in results) / sum(r["total"] for r in results))
+
+
+def command_tasks(args, model, config, rank, world):
+    names = list(TASKS) if args.command == "all" else [args.command]
+    found, skipped, dump = {}, [], []
+    for name in names:
+        try:
+            results = run_task(model, config, args, name, rank, world)
+        except SystemExit as e:   # its line is printed; the other tasks go on
+            skipped.append([name, f"skipped: {e.reason}"] + [""] * 6)
+            continue
+        found[name] = summarise(results)
+        dump += results
+    if rank == 0:
+        number = lambda x, d=3: "-" if x is None else f"{x:.{d}f}"
+        note = " (guidance: looks ahead)" if model.cfg.chunker == "bpe" else ""
+        table(["task", "n", "accuracy", "by bytes", "by characters", "bits per byte", "perplexity a word", "chunks a byte"],
+              [[k + note, str(r["n"]), number(r["accuracy"]), number(r["acc_bytes"]), number(r["acc_chars"]),
+                f"{r['bpb']:.3f} ± {r['bpb_error']:.3f}", number(r["word_perplexity"], 1), number(r["chunks_per_byte"])]
+               for k, r in found.items()] + skipped)
+        if args.dump:
+            keys = ("task", "id", "context", "options", "gold", "nll", "bytes", "greedy")
+            write_text(args.dump, "".join(json.dumps({k: r[k] for k in keys}) + "\n" for r in dump))
+        if args.json:
+            write_text(args.json, json.dumps(found, indent=1) + "\n")
+    if args.command == "all":
+        command_bpb(args, model, config, rank, world)
+    if skipped:
+        raise SystemExit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # heat map
 
 PAGE = """<!doctype html>
@@ -243,27 +412,27 @@ def write_text(path, content):
         fail(f"cannot write {path}: {e.strerror}")
 
 
-def command_bpb(args, model, config):
-    if args.data in ("docs", "fineweb"):
-        corpus = load(args.data, args.data_dir, config.get("repo", REPO), 1, config.get("min_doc_bytes", 0))[1]   # the held-out part
-        if model.cfg.chunker == "bpe":
-            corpus.mark_tokens()
-    else:
-        data = [np.memmap(f, dtype=np.uint8, mode="r") for f in expand(args.data)]
-        starts = np.cumsum([0] + [len(d) for d in data[:-1]])
-        corpus = Corpus(data[0] if len(data) == 1 else np.concatenate(data), starts, args.data)
+def command_bpb(args, model, config, rank, world):
+    data = args.data or config["data"]
+    if not args.data or data in ("docs", "fineweb"):   # the held-out part
+        corpus = load(data, args.data_dir, config["repo"], 1, config["min_doc_bytes"])[1]
+    else:                                              # all of it, as one file after another
+        data_ = [np.memmap(f, dtype=np.uint8, mode="r") for f in expand(data)]
+        starts = np.cumsum([0] + [len(d) for d in data_[:-1]])
+        corpus = Corpus(data_[0] if len(data_) == 1 else np.concatenate(data_), starts, data)
     if model.cfg.chunker == "bpe":
         corpus.mark_tokens()
-    r = evaluate(model, corpus, config["row_bytes"], args.batch_rows)
-    table(["text", "bytes", "bits per byte", "early exit", "greedy rate", "sampled rate"],
-          [[args.data, str(r["bytes"]), f"{r['bpb']:.4f}", f"{r['early_bpb']:.4f}", f"{r['greedy_rate']:.3f}",
-            f"{r['sampled_rate']:.3f}"]])
+    r = evaluate(model, corpus, config["row_bytes"], args.batch_size, 0, rank, world)
+    if rank == 0:
+        table(["text", "bytes", "bits per byte", "early exit", "greedy rate", "sampled rate"],
+              [[data + ("" if args.data not in ("", "docs", "fineweb") else ", held out"), str(r["bytes"]), f"{r['bpb']:.4f}",
+                f"{r['early_bpb']:.4f}", f"{r['greedy_rate']:.3f}", f"{r['sampled_rate']:.3f}"]])
 
 
-def command_boundaries(args, model, config):
+def command_boundaries(args, model, config, rank, world):
     if args.file is not None:
         try:
-            text = Path(args.file).read_bytes()
+            text = sys.stdin.buffer.read() if args.file == "-" else Path(args.file).read_bytes()
         except OSError as e:
             fail(f"cannot read {args.file}: {e.strerror}")
     else:
@@ -282,7 +451,7 @@ def command_boundaries(args, model, config):
     table(["boundaries", "share"], [list(r) for r in rows])
 
 
-def command_sample(args, model, config):
+def command_sample(args, model, config, rank, world):
     if model.cfg.chunker == "bpe":
         fail("a bpe model cannot write: where GPT-2's tokens begin depends on bytes still to come; sample from another chunker")
     prompt = args.prompt.encode("utf-8", "surrogateescape")
@@ -415,13 +584,22 @@ def main(argv=None):
         c.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
         return c
 
-    c = command("bpb", command_bpb, "bits per byte of a text")
-    c.add_argument("--data", default="docs", help="file, folder or glob, whole; or docs or fineweb, its held-out part")
-    c.add_argument("--data_dir", default="data", help="where train.py keeps prepared corpora and shards")
-    c.add_argument("--batch_rows", type=int, default=32)
+    for name in ("bpb", *TASKS, "all"):
+        text = {"bpb": "bits per byte of a text", "all": "every benchmark, and bpb"}.get(name, "a benchmark")
+        c = command(name, command_bpb if name == "bpb" else command_tasks, text)
+        c.add_argument("--batch_size", type=int, default=32, help="rows at a time; changes the speed alone")
+        if name in ("bpb", "all"):
+            c.add_argument("--data", default="", help="a file, folder or glob, whole; or docs or fineweb, the held-out part; "
+                                                      "default: what is held out of the run's own text")
+            c.add_argument("--data_dir", default="data", help="where train.py keeps prepared corpora and shards")
+        if name != "bpb":
+            c.add_argument("--bench_dir", default="data/bench", help="the benchmarks' files; what is missing is fetched into it")
+            c.add_argument("--limit", type=int, default=0, help="the first so many questions; 0 = all")
+            c.add_argument("--json", help="write the figures here")
+            c.add_argument("--dump", help="write one JSON line a question here")
     c = command("boundaries", command_boundaries, "where the model cuts a text")
     c.add_argument("--text", default="The quick brown fox jumps over the lazy dog, and nobody told it what a word is.")
-    c.add_argument("--file", help="read the text from here")
+    c.add_argument("--file", help="read the text from here; - is the standard input")
     c.add_argument("--html", help="write a heat map of the probabilities here")
     c.add_argument("--json", help="write the probabilities and boundaries here")
     c = command("sample", command_sample, "let the model write")
@@ -438,14 +616,21 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.command == "compare":
         return command_compare(args)
-    for name, low, high in (("batch_rows", 1, math.inf), ("bytes", 0, math.inf), ("temperature", 0, math.inf),
+    for name, low, high in (("batch_size", 1, math.inf), ("limit", 0, math.inf), ("bytes", 0, math.inf), ("temperature", 0, math.inf),
                             ("top_k", 0, math.inf), ("top_p", 1e-9, 1), ("seed", 0, 2 ** 31)):
         value = getattr(args, name, low)
         if not low <= value <= high:
             fail(f"--{name} {value} is out of range; give {low:g} to {high:g}")
-    model, config = load_model(args.ckpt, find_device(args.device))
+    rank, world, device = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), find_device(args.device)
+    if world > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("gloo")
+    model, config = load_model(args.ckpt, device)
     try:
-        args.run(args, model, config)
+        args.run(args, model, config, rank, world)
+        if world > 1:
+            dist.destroy_process_group()
     except BrokenPipeError:   # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as e:

@@ -688,6 +688,13 @@ def hub(monkeypatch):
     server.server_close()
 
 
+NAME = "fineweb_train_000003.bin"
+
+
+def get(hub, number=3):
+    return data.fetch_shard(number, "d", "who/what")
+
+
 def files():
     return sorted(os.listdir("d")) if os.path.isdir("d") else []
 
@@ -698,20 +705,20 @@ def files():
 ])
 def test_downloads_survive_trouble_and_go_on_where_they_stopped(hub, plan, ranges):
     hub.plan[:], hub.tag = plan, hashlib.sha256(hub.body).hexdigest()
-    path = data.fetch("s.bin", "d", "who/what")
-    assert path.read_bytes() == hub.body and files() == ["s.bin"]
+    path = get(hub)
+    assert path.read_bytes() == hub.body and files() == [NAME]
     assert [r for _, r, _ in hub.log] == ranges
-    assert hub.log[0][0] == "/datasets/who/what/resolve/main/s.bin" and hub.log[0][2] == "Bearer secret"
-    assert data.fetch("s.bin", "d") == path and len(hub.log) == len(ranges)                  # a second call asks nobody
+    assert hub.log[0][0] == "/datasets/who/what/resolve/main/fineweb_train_000003.bin" and hub.log[0][2] == "Bearer secret"
+    assert get(hub) == path and len(hub.log) == len(ranges)                  # a second call asks nobody
 
 
 @pytest.mark.parametrize("left", [b"", "half", "whole", "too much"])
 def test_an_earlier_half_is_gone_on_with(hub, left):
     os.mkdir("d")
-    Path("d/s.bin.part").write_bytes({"half": hub.body[:1500], "whole": hub.body, "too much": hub.body + b"xx"}.get(left, b""))
+    Path(f"d/{NAME}.part").write_bytes({"half": hub.body[:1500], "whole": hub.body, "too much": hub.body + b"xx"}.get(left, b""))
     if left == "too much":
         hub.tag = hashlib.sha256(hub.body).hexdigest()
-    assert data.fetch("s.bin", "d").read_bytes() == hub.body and files() == ["s.bin"]
+    assert get(hub).read_bytes() == hub.body and files() == [NAME]
 
 
 @pytest.mark.parametrize("body,words", [
@@ -724,30 +731,30 @@ def test_what_is_no_shard_is_refused_and_leaves_nothing(hub, capsys, body, words
     else:
         hub.body = body
     with pytest.raises(SystemExit):
-        data.fetch("s.bin", "d")
+        get(hub)
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("error: ") and all(w in err for w in words) and files() == []
 
 
 def test_errors_of_the_server_and_the_disk_are_one_line(hub, capsys, monkeypatch):
     hub.plan[:] = [404]
-    fails(capsys, lambda: data.fetch("s.bin", "d"), "404", "--shards")
+    fails(capsys, lambda: get(hub), "404", "--shards")
     hub.plan[:] = [401]
-    fails(capsys, lambda: data.fetch("s.bin", "d"), "HF_TOKEN")
+    fails(capsys, lambda: get(hub), "HF_TOKEN")
 
     def full(fd):
         raise OSError(28, "No space left on device")
     with monkeypatch.context() as m:
         m.setattr(os, "fsync", full)
         with pytest.raises(SystemExit):
-            data.fetch("s.bin", "d")
-    assert "No space left" in capsys.readouterr().err and "s.bin" not in files()
-    assert data.fetch("s.bin", "d").read_bytes() == hub.body                                # and the next try goes on
+            get(hub)
+    assert "No space left" in capsys.readouterr().err and NAME not in files()
+    assert get(hub).read_bytes() == hub.body                                # and the next try goes on
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")                                # nobody listens there
-    assert data.fetch("s.bin", "d").exists()                                               # offline, but it is here
+    assert get(hub).exists()                                               # offline, but it is here
     monkeypatch.setattr(data, "RETRIES", 2)
     with pytest.raises(SystemExit):
-        data.fetch("t.bin", "d")
+        get(hub, 4)
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: cannot download http://127.0.0.1:9")
 
 
