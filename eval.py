@@ -318,7 +318,7 @@ def command_tasks(args, model, config, rank, world):
         note = " (guidance: looks ahead)" if model.cfg.chunker == "bpe" else ""
         table(["task", "n", "accuracy", "by bytes", "by characters", "bits per byte", "perplexity a word", "chunks a byte"],
               [[k + note, str(r["n"]), number(r["accuracy"]), number(r["acc_bytes"]), number(r["acc_chars"]),
-                f"{r['bpb']:.3f} ± {r['bpb_error']:.3f}", number(r["word_perplexity"], 1), number(r["chunks_per_byte"])]
+                f"{r['bpb']:.3f} ± {r['bpb_error']:.3f}", "-" if r["word_perplexity"] is None else f"{r['word_perplexity']:.4g}", number(r["chunks_per_byte"])]
                for k, r in found.items()] + skipped)
         if args.dump:
             keys = ("task", "id", "context", "options", "gold", "nll", "bytes", "greedy")
@@ -454,17 +454,24 @@ def command_boundaries(args, model, config, rank, world):
 def command_sample(args, model, config, rank, world):
     if model.cfg.chunker == "bpe":
         fail("a bpe model cannot write: where GPT-2's tokens begin depends on bytes still to come; sample from another chunker")
-    prompt = args.prompt.encode("utf-8", "surrogateescape")
-    print(args.prompt, end="", flush=True)
+    prompt = sys.stdin.buffer.read() if args.prompt == "-" else args.prompt.encode("utf-8", "surrogateescape")
     decoder = codecs.getincrementaldecoder("utf-8")("replace")   # holds a half character back until it is whole
     generator = torch.Generator().manual_seed(args.seed)
-    for byte in model.generate(prompt, args.bytes, config["row_bytes"], args.temperature, args.top_k, args.top_p,
-                               generator):
+    text, stop, bar = b"", args.stop.encode("utf-8", "surrogateescape"), ""
+    shown = cut(prompt, boundaries(model, prompt, config["row_bytes"])[1].tolist()) if args.show_boundaries and prompt else None
+    print(shown or prompt.decode("utf-8", "replace"), end="", flush=True)
+    for (byte, ended), in model.generate([prompt], args.bytes, config["row_bytes"], args.temperature, args.top_k, args.top_p,
+                                         generator):
+        if args.show_boundaries and ended and text:
+            bar = "|"
+        if bar and not decoder.getstate()[0]:   # not inside a character
+            print(bar, end="")
+            bar = ""
         print(decoder.decode(bytes([byte])), end="", flush=True)
+        text += bytes([byte])
+        if stop and text.endswith(stop):
+            break
     print(decoder.decode(b"", final=True))
-
-
-NOT_A_SETTING = {"seed", "name", "out_dir", "data_dir", "device", "resume", "log_every", "eval_every", "save_every"}
 
 
 def read_run(folder):
@@ -603,7 +610,9 @@ def main(argv=None):
     c.add_argument("--html", help="write a heat map of the probabilities here")
     c.add_argument("--json", help="write the probabilities and boundaries here")
     c = command("sample", command_sample, "let the model write")
-    c.add_argument("--prompt", default="The ")
+    c.add_argument("--prompt", default="The ", help="- is the standard input")
+    c.add_argument("--stop", default="", help="end after this text")
+    c.add_argument("--show_boundaries", action="store_true", help="write | where the model ends a chunk")
     c.add_argument("--bytes", type=int, default=300)
     c.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest byte")
     c.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest bytes only; 0 = all")

@@ -91,10 +91,10 @@ def norm(x, dtype=None):
     return RMSNorm.apply(x, dtype)
 
 
-def rotary_table(T, d, device):
-    """(T, d/2) unit complex numbers exp(i * t * 10000^(-2k/d)); positions and angles in fp32, bf16 would blur them."""
-    freq = 10000.0 ** (-torch.arange(0, d, 2, device=device, dtype=torch.float32) / d)
-    angle = torch.outer(torch.arange(T, device=device, dtype=torch.float32), freq)
+def rotary_table(t, d):
+    """Positions t (N,) -> (N, d/2) unit complex numbers exp(i * t * 10000^(-2k/d)), in fp32: bf16 would blur the angles."""
+    freq = 10000.0 ** (-torch.arange(0, d, 2, device=t.device, dtype=torch.float32) / d)
+    angle = torch.outer(t.float(), freq)
     return torch.polar(torch.ones_like(angle), angle)
 
 
@@ -156,14 +156,16 @@ class Attention(nn.Module):
         self.v = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         self.out = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
-    def forward(self, x, rope, mask):
+    def forward(self, x, rope, mask, cache=None):
         B, N, C = x.shape
         # differs from the paper: queries and keys are normed, so scores stay within +-sqrt(d) at any learning rate
         qk = norm(self.qk(x).view(B, N, 2 * self.n_head, -1), torch.float32)         # (B, N, 2H, d)
         q, k = rotate(qk, rope).view(B, N, 2, self.n_head, -1).unbind(2)             # (B, N, H, d) each
         v = self.v(x).view(B, N, self.n_head, -1)                                    # (B, N, H, d)
         q, k = q.to(v.dtype), k.to(v.dtype)
-        if self.window:
+        if cache:
+            y = cache(q, k, v)
+        elif self.window:
             y = window_attention(q, k, v, mask, self.window)
         else:
             y = scaled_dot_product(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
@@ -191,8 +193,8 @@ class Block(nn.Module):
         self.attn, self.attn_gain = Attention(cfg, window), nn.Parameter(torch.ones(cfg.n_embd))
         self.mlp, self.mlp_gain = MLP(cfg.n_embd, hidden), nn.Parameter(torch.ones(cfg.n_embd))
 
-    def forward(self, x, rope, mask):
-        x = torch.addcmul(x, norm(self.attn(norm(x), rope, mask), x.dtype), self.attn_gain)
+    def forward(self, x, rope, mask, cache=None):
+        x = torch.addcmul(x, norm(self.attn(norm(x), rope, mask, cache), x.dtype), self.attn_gain)
         return torch.addcmul(x, norm(self.mlp(norm(x)), x.dtype), self.mlp_gain)
 
 
@@ -204,9 +206,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(cfg, mlp_ratio * cfg.n_embd, window) for _ in range(n_layer))
 
-    def forward(self, x, rope, mask=None):
-        for block in self.blocks:
-            x = block(x, rope, mask)
+    def forward(self, x, rope, mask=None, caches=None):
+        for k, block in enumerate(self.blocks):
+            x = block(x, rope, mask, caches and caches[k])
         return x
 
 
@@ -235,12 +237,14 @@ class Chunker(nn.Module):
     def init_weights(self):
         pass
 
-    def features(self, h, x, early_logits, token_start):
-        """What decides: h (B,T,C), x (B,T), early_logits (B,T,257), token_start (B,T) bool or None -> v (B,T,...)."""
+    def features(self, h, x, early_logits, token_start, first=0):
+        """What decides: h (B,T,C), x (B,T), early_logits (B,T,257), token_start (B,T) bool or None, and the position of the
+        first byte -> v (B,T,...)."""
         raise NotImplementedError
 
     def sample(self, v, u):
-        """v, and u (B,T) uniforms in [0,1) or None for the greedy choice -> a (B,T) bool, a_0 = 1 always."""
+        """v, and u (B,T) uniforms in [0,1) -> a (B,T) bool, a_0 = 1 always. u None: no chance, or by_chance the noise that
+        fixed_noise gives each position."""
         raise NotImplementedError
 
     def soft(self, v, a, u):
@@ -255,10 +259,27 @@ class Chunker(nn.Module):
         """c (B,M,C) from the main transformer -> what is added to h (B,T,C)."""
         return take(c, g)
 
+    def decide(self, v, actions, t):
+        """One byte at a time: the last two bytes' v (B,2,...), the w-1 actions before byte t (B,w-1) -> a_t (B,) bool."""
+        return self.sample(v, None)[:, 1]
+
+    def pool_step(self, h, a, s):
+        """pool, one byte at a time: h (B,C), a (B,) -> (B,C), of which rows with a are read. s: a Stream for its state."""
+        return h
+
+    def spread_step(self, c, p, a, s):
+        """spread, one byte at a time: c (B,C), the last chunk's, p and a (B,) -> (B,C)."""
+        return c
+
     def loss(self, v, a, p, late, early, real, free, pairs):
         """Weighted loss (), and stats. late, early (B,T) nats, detached; real (B,T): the byte has a target; free (B,T): the
         action was a choice and is followed by a target."""
         return 0.0, {}
+
+
+def fixed_noise(T, device):
+    """(T,) uniforms for evaluation, always the same; a shorter row gets the start of a longer one's."""
+    return torch.rand(T, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 class Rule(Chunker):
@@ -271,8 +292,8 @@ class Rule(Chunker):
         if cfg.chunker == "entropy":
             self.register_buffer("threshold", torch.tensor(math.log(VOCAB)))   # nats; where an untrained head stands
 
-    def features(self, h, x, early_logits, token_start):
-        i = torch.arange(x.size(1), device=x.device).expand_as(x)              # (B, T)
+    def features(self, h, x, early_logits, token_start, first=0):
+        i = (first + torch.arange(x.size(1), device=x.device)).expand_as(x)    # (B, T)
         match self.cfg.chunker:
             case "byte":      # no compression: what chunks could cost at most
                 return torch.ones_like(x, dtype=torch.bool)
@@ -293,8 +314,8 @@ class Rule(Chunker):
     def sample(self, v, u):
         B, T = v.shape
         match self.cfg.chunker:
-            case "random" if u is None:   # fixed noise, from which a prefix takes what the whole takes
-                a = torch.rand(T, generator=torch.Generator().manual_seed(0)).to(v.device).expand(B, T) < self.cfg.rate
+            case "random" if u is None:   # v holds positions
+                a = fixed_noise(int(v.max()) + 1, v.device)[v] < self.cfg.rate
             case "random":                # exactly round(rate * T) a row, the forced one among them
                 rank = F.pad(u[:, 1:], (1, 0), value=-1).argsort(1).argsort(1)
                 a = rank < round(self.cfg.rate * T)
@@ -326,7 +347,7 @@ class HNet(Chunker):
         nn.init.eye_(self.q.weight)
         nn.init.eye_(self.k.weight)
 
-    def features(self, h, x, early_logits, token_start):
+    def features(self, h, x, early_logits, token_start, first=0):
         with torch.autocast(h.device.type, enabled=False):
             h = h.float()
             cos = F.cosine_similarity(self.q(h[:, :-1]), self.k(h[:, 1:]), -1)          # (B, T-1)
@@ -344,6 +365,11 @@ class HNet(Chunker):
         confidence = torch.where(a, p, 1 - p)
         confidence = 1 + (confidence - confidence.detach())                             # 1 forward, straight-through
         return take(c, g) * confidence.unsqueeze(-1)                                    # (B, T, C)
+
+    def spread_step(self, c, p, a, s):
+        p = p.clamp(1e-4, 1 - 1e-4).unsqueeze(-1)
+        s.smoothed = torch.where(a.unsqueeze(-1), p * c + (1 - p) * s.smoothed, s.smoothed)
+        return s.smoothed
 
     def loss(self, v, a, p, late, early, real, free, pairs):
         N = 1 / self.cfg.rate
@@ -378,15 +404,18 @@ class Pooling(Chunker):
         nn.init.zeros_(self.mlp[0].bias)
         nn.init.constant_(self.mlp[2].bias, math.log(self.cfg.rate / (1 - self.cfg.rate)))
 
-    def features(self, h, x, early_logits, token_start):
+    def features(self, h, x, early_logits, token_start, first=0):
         with torch.autocast(h.device.type, enabled=False):
             return self.mlp(norm(h.float())).squeeze(-1)                                # (B, T) logits l
 
     @torch.no_grad()
     def sample(self, v, u):
-        a = v >= (0.0 if u is None else torch.logit(u))
+        a = v >= torch.logit(fixed_noise(v.size(1), v.device) if u is None else u)
         a[:, 0] = True
         return a
+
+    def decide(self, v, actions, t):
+        return v[:, 1] >= torch.logit(fixed_noise(t + 1, v.device)[t])
 
     def soft(self, v, a, u):
         if u is None:
@@ -404,6 +433,12 @@ class Pooling(Chunker):
         values = torch.cat([h.float() * weight.unsqueeze(-1), weight.unsqueeze(-1)], 2) # (B, T, C+1)
         sums = values.new_zeros(B * (M + 1), C + 1).index_add(0, m, values.flatten(0, 1)).view(B, M + 1, C + 1)[:, :M]
         return (sums[..., :-1] / sums[..., -1:].clamp(min=1e-9)).to(h.dtype)            # (B, M, C); padding unread
+
+    def pool_step(self, h, a, s):
+        s.sum, s.bytes = s.sum + h, s.bytes + 1                                         # of the open chunk
+        mean = s.sum / s.bytes
+        s.sum, s.bytes = (torch.where(a.unsqueeze(-1), 0, t) for t in (s.sum, s.bytes))
+        return mean
 
     def loss(self, v, a, p, late, early, real, free, pairs):
         n = free.sum(1).float()                                                         # (B,)
@@ -432,7 +467,7 @@ class Policy(Chunker):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def features(self, h, x=None, early_logits=None, token_start=None):
+    def features(self, h, x=None, early_logits=None, token_start=None, first=0):
         """h (B,T,C) -> scaled v (B,T,w) in fp32."""
         with torch.autocast(h.device.type, enabled=False):
             return self.cfg.gate_scale * self.linear(norm(h.float()))
@@ -463,6 +498,10 @@ class Policy(Chunker):
 
     def soft(self, v, a, u):
         return torch.sigmoid(self.logits(v, a))
+
+    def decide(self, v, actions, t):
+        a = F.pad(actions, (0, 1))                                                      # (B, w), byte t itself last
+        return self.logits(v[:, 1:].expand(-1, a.size(1), -1), a)[:, -1] >= 0
 
     def loss(self, v, a, p, late, early, real, free, pairs):
         """The discounted score-function loss, and what holds the rate (paper, section 3)."""
@@ -674,7 +713,7 @@ class ByteLM(nn.Module):
         a dict of detached scalars.
         """
         d = self.cfg.n_embd // self.cfg.n_head
-        rope = rotary_table(x.size(1), d, x.device).unsqueeze(0)                        # (1, T, d/2)
+        rope = rotary_table(torch.arange(x.size(1), device=x.device), d).unsqueeze(0)   # (1, T, d/2)
         mask = window_mask(x.size(0) + pairs, x.size(1), self.cfg.window, x.device)
         h = self.encoder(self.embed(x), rope, mask)                                     # (B-pairs, T, C)
         early_logits = self.early_head(norm(h))                                         # (B-pairs, T, 257)
@@ -714,19 +753,101 @@ class ByteLM(nn.Module):
         return loss, {k: s.detach() for k, s in stats.items()}
 
     @torch.no_grad()
-    def generate(self, prompt, n, row_bytes, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-        """Continue `prompt` (bytes, may be empty) by n bytes, yielded one int at a time; boundaries are greedy, as in
-        evaluation. temperature, top_k, top_p and generator (a CPU torch.Generator) as in sample_byte.
+    def step(self, x, s):
+        """One byte more of every row of a Stream s: x (B,) ids -> logits (B,257), as the last of forward over all bytes so far.
 
-        The whole row is computed anew for every byte; it holds the last row_bytes - 1 bytes at most.
+        Byte layers cost the same for every byte; the main transformer takes a step only in rows that place a boundary.
         """
-        row = list(prompt)
-        for _ in range(n):
-            row = row[-(row_bytes - 1):] if row_bytes > 1 else []
-            x = torch.tensor([[SEPARATOR] + row], device=self.embed.weight.device)
-            byte = int(sample_byte(self(x)["logits"][:, -1], temperature, top_k, top_p, generator))
-            row.append(byte)
-            yield byte
+        d = self.cfg.n_embd // self.cfg.n_head
+        rope = rotary_table(torch.tensor([s.t], device=x.device), d).unsqueeze(0)       # (1, 1, d/2)
+        s.byte_layers(s.t)
+        h = self.encoder(self.embed(x).unsqueeze(1), rope, caches=s.encoder)            # (B, 1, C)
+        s.h, s.x = torch.cat([s.h[:, 1:], h], 1), torch.stack([s.x[:, 1], x], 1)        # (B, 2, C), (B, 2): the last two
+        v = self.chunker.features(s.h, s.x, self.early_head(norm(s.h)), None, s.t - 1)  # (B, 2, ...)
+        a = self.chunker.decide(v, s.actions, s.t) | (s.t == 0)                         # (B,)
+        if self.cfg.policy_window > 1:
+            s.actions = torch.cat([s.actions[:, 1:], a.unsqueeze(1)], 1)
+        pooled = self.chunker.pool_step(h.squeeze(1), a, s)                             # (B, C)
+        rows, s.a = a.nonzero().squeeze(1), a
+        if len(rows):
+            s.main_layers(rows)
+            s.c[rows] = self.main(pooled[rows].unsqueeze(1), rope, caches=s.main).squeeze(1)
+        # p is v for hnet, the one that asks
+        z = h + self.chunker.spread_step(s.c, v[:, 1] if s.t else torch.ones_like(a, dtype=h.dtype), a, s).unsqueeze(1)
+        s.t += 1
+        return self.late_head(norm(self.decoder(z, rope, caches=s.decoder))).squeeze(1)
+
+    def generate(self, prompts, n, row_bytes, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+        """Continue every prompt (bytes, may be empty) by n bytes. Yields, byte by byte, a list with for each prompt an int and
+        whether a chunk ended just before it, or None while a longer prompt is read or when the row has its n bytes.
+        Boundaries are those of evaluation. temperature, top_k, top_p and generator (a CPU torch.Generator) as in sample_byte.
+
+        A row that reaches row_bytes, the length in training, starts anew with its own last half.
+        """
+        rows, device = [bytearray(p) for p in prompts], self.embed.weight.device
+        goal = [len(p) + n for p in prompts]
+        begin = [max(0, min(map(len, rows)) - row_bytes // 2)] * len(rows)              # of the text that the stream holds
+        while any(len(r) < g for r, g in zip(rows, goal)):
+            s, x = Stream(self, len(rows)), torch.full((len(rows),), SEPARATOR, device=device)
+            for t in range(row_bytes):
+                byte = sample_byte(self.step(x, s), temperature, top_k, top_p, generator).tolist()
+                at = [b + t for b in begin]                                             # where these bytes would go
+                new = [i == len(r) < g for i, r, g in zip(at, rows, goal)]
+                for r, b, fresh in zip(rows, byte, new):
+                    if fresh:
+                        r.append(b)
+                if any(new):
+                    yield [(b, ended) if fresh else None for b, ended, fresh in zip(byte, s.a.tolist(), new)]
+                if all(len(r) >= g for r, g in zip(rows, goal)):
+                    return
+                x = torch.tensor([r[i] if i < len(r) else SEPARATOR for i, r in zip(at, rows)], device=device)
+            begin = [b + row_bytes - row_bytes // 2 for b in begin]
+
+
+class Stream:
+    """What ByteLM.step remembers of B rows: keys and values of every layer, and the chunker's state."""
+
+    def __init__(self, model, B):
+        cfg, weight = model.cfg, model.embed.weight
+        self.t, self.device = 0, weight.device
+        zeros = lambda *shape: torch.zeros(B, *shape, device=weight.device, dtype=weight.dtype)
+        self.encoder, self.decoder, self.main = ([Cache(zeros, cfg) for _ in part.blocks]
+                                                 for part in (model.encoder, model.decoder, model.main))
+        self.window, self.chunks = cfg.window, torch.zeros(B, dtype=torch.long, device=weight.device)   # chunks so far
+        self.h, self.c, self.sum, self.smoothed = zeros(2, cfg.n_embd), zeros(cfg.n_embd), zeros(cfg.n_embd), zeros(cfg.n_embd)
+        self.x, self.bytes = torch.full((B, 2), SEPARATOR, device=weight.device), zeros(1)
+        self.actions = zeros(cfg.policy_window - 1)
+
+    def byte_layers(self, t):
+        """Byte t goes to slot t % window, over the byte that leaves the window."""
+        for cache in self.encoder + self.decoder:
+            cache.aim(slice(None), t % self.window, torch.arange(min(t + 1, self.window), device=self.device)[None] >= 0)
+
+    def main_layers(self, rows):
+        """The next chunk of these rows goes behind the ones they have."""
+        slot = self.chunks[rows]
+        for cache in self.main:
+            cache.aim(rows, slot, torch.arange(int(slot.max()) + 1, device=self.device) <= slot[:, None])
+        self.chunks[rows] += 1
+
+
+class Cache:
+    """Keys and values (B,S,H,d) of one layer. aim says where the next go and which slots they may see; a call stores them."""
+
+    def __init__(self, zeros, cfg):
+        self.zeros, self.heads = zeros, (cfg.n_head, cfg.n_embd // cfg.n_head)
+        self.k, self.v = zeros(16, *self.heads), zeros(16, *self.heads)
+
+    def aim(self, rows, slot, visible):
+        self.rows, self.slot, self.visible = rows, slot, visible
+        while visible.size(1) > self.k.size(1):                                         # twice the room
+            self.k, self.v = (torch.cat([t, torch.zeros_like(t)], 1) for t in (self.k, self.v))
+
+    def __call__(self, q, k, v):
+        """q, k, v (R,1,H,d) of the rows aimed at -> (R,1,H,d)."""
+        self.k[self.rows, self.slot], self.v[self.rows, self.slot] = k.squeeze(1).to(self.k.dtype), v.squeeze(1).to(self.v.dtype)
+        k, v = (t[self.rows, :self.visible.size(1)].transpose(1, 2) for t in (self.k, self.v))   # (R, H, S, d)
+        return scaled_dot_product(q.transpose(1, 2), k, v, self.visible[:, None, None]).transpose(1, 2)
 
 
 def sample_byte(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -1190,14 +1191,39 @@ def test_sample_command(trained, capsys):
     assert process.returncode == 0, process.stderr
 
 
-@pytest.mark.parametrize("chunker", CAUSAL)
-def test_generation_equals_the_full_forward(chunker):
-    model = tiny(chunker=chunker).eval()
-    out = list(model.generate(b"abc", 12, row_bytes=64, temperature=0))
-    row = [SEPARATOR] + list(b"abc") + out
+@pytest.mark.parametrize("chunker,w", [("rl", 8)] + [(c, 1) for c in CAUSAL])
+def test_cached_steps_equal_the_full_forward(chunker, w):
+    """After every byte, across boundaries, for rows in which these fall differently, in fp32."""
+    model = tiny(chunker=chunker, policy_window=w, n_main=2).eval()
+    x, _ = rows(3, 60)
     with torch.no_grad():
-        best = model(torch.tensor([row[:-1]]))["logits"][0, 3:, :256].argmax(-1)
-    assert best.tolist() == out
+        if chunker == "rl":
+            model.chunker.linear.bias.fill_(0.9)
+        if chunker == "entropy":
+            model.early_head.weight.mul_(5)
+            model.chunker.threshold.copy_(model.chunker.features(None, x, model(x)["early_logits"], None).median())
+        full = model(x)
+    assert chunker == "byte" or 3 < full["a"].sum(1).float().mean() < 50
+    s = M.Stream(model, 3)
+    for t in range(60):
+        assert torch.allclose(model.step(x[:, t], s), full["logits"][:, t], atol=1e-4), t
+    assert s.chunks.tolist() == full["a"].sum(1).tolist()
+
+
+def test_generation_of_prompts_of_different_lengths():
+    model = tiny().eval()
+    prompts = [b"", b"abc", b"a longer prompt than the others"]
+    out = [[b for b in row if b is not None] for row in zip(*model.generate(prompts, 12, row_bytes=64, temperature=0))]
+    for prompt, pairs in zip(prompts, out):
+        text, ended = zip(*pairs)
+        assert len(text) == 12
+        row = torch.tensor([[SEPARATOR, *prompt, *text]])
+        with torch.no_grad():
+            full = model(row[:, :-1])
+        assert full["logits"][0, len(prompt):, :256].argmax(-1).tolist() == list(text)
+        assert full["a"][0, len(prompt):].tolist() == list(ended)
+    long, = zip(*model.generate([b"abc"], 100, row_bytes=16, temperature=0))                # beyond the row
+    assert len(long) == 100 and None not in long
 
 
 def test_bpe_models_score_text_but_do_not_write(text_file, capsys, monkeypatch):
@@ -1268,6 +1294,121 @@ def test_gate_snr_is_the_ratio_of_signal_to_noise(text_file):
     g = torch.stack(grads)
     noise_sq = ((g - g.mean(0)) ** 2).sum() / 7                 # unbiased, over all entries
     assert value == pytest.approx(math.sqrt(max(0, g.mean(0).square().sum() - noise_sq / 8) / noise_sq), abs=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# eval: benchmarks
+
+@pytest.fixture
+def bench(tmp_path):
+    """Two or three questions of each benchmark, in its own format."""
+    folder = tmp_path / "bench"
+    folder.mkdir()
+    put = lambda name, rows_: (folder / name).write_text("".join(json.dumps(r) + "\n" for r in rows_), encoding="utf-8")
+    put("hellaswag_val.jsonl", [
+        dict(ind=4, activity_label="Cooking", ctx_a="A man [header] cuts  bread.", ctx_b="he then", endings=["eats it [step] all.", "flies", "a", "b"], label=1),
+        dict(ind=9, activity_label="How to", ctx_a="One [title] Two", ctx_b="", endings=["w", "x", "y", "zé"], label="3")])
+    put("ARC-Easy-Test.jsonl", [
+        dict(id="q1", question=dict(stem="Why?", choices=[dict(text=t, label=l) for t, l in (("so", "A"), ("no", "B"), ("go", "C"))]), answerKey="B"),
+        dict(id="q2", question=dict(stem="2+2", choices=[dict(text=str(k), label=str(k)) for k in range(1, 6)]), answerKey="4")])
+    put("piqa_valid.jsonl", [dict(goal="Open a jar", sol1="Twist.", sol2="Shout at it."), dict(goal="Sleep", sol1="Run.", sol2="Lie down.")])
+    (folder / "piqa_valid-labels.lst").write_text("0\n1\n")
+    put("lambada_test.jsonl", [dict(text="the cat sat on the mat"), dict(text="A line\nand a  wörd"), dict(text="x " * 40 + "end")])
+    return folder
+
+
+def test_prompts_are_those_of_the_harness(bench):
+    rows_ = {name: list(task(bench)) for name, task in evaluation.TASKS.items()}
+    assert rows_["hellaswag"][0] == (4, "Cooking: A man cuts bread. He then", [" eats it all.", " flies", " a", " b"], 1)
+    assert rows_["hellaswag"][1] == (9, "How to: One. Two", [" w", " x", " y", " zé"], 3)
+    assert rows_["arc_easy"][0] == ("q1", "Question: Why?\nAnswer:", [" so", " no", " go"], 1) and rows_["arc_easy"][1][3] == 3
+    assert rows_["piqa"][1] == (1, "Question: Sleep\nAnswer:", [" Run.", " Lie down."], 1)
+    assert [r[1:3] for r in rows_["lambada"]][:2] == [("the cat sat on the", [" mat"]), ("A line\nand a ", [" wörd"])]
+
+
+def test_scores_are_sums_over_the_option_and_add_up():
+    model = tiny().eval()
+    pairs = [(b"the context", b" and more"), (b"the context", b" x"), (b"", b"alone"), (b"q" * 30, b" " + bytes(range(200, 220)))]
+    one, many = evaluation.score(model, pairs, 1), evaluation.score(model, pairs, 64)
+    for (context, option), (nats, greedy, count), other in zip(pairs, one, many):
+        assert nats == pytest.approx(other[0], rel=1e-5) and (greedy, count) == other[1:]
+        text = list(context + option)
+        with torch.no_grad():
+            out = model(torch.tensor([[SEPARATOR, *text[:-1]]]))
+        log_p = out["logits"][0].log_softmax(-1)
+        each = [-log_p[t, b].item() for t, b in enumerate(text)]
+        assert nats == pytest.approx(sum(each[len(context):]), rel=1e-4) and count == out["a"].sum()
+        assert greedy == all(log_p[t].argmax() == text[t] for t in range(len(context), len(text)))
+        if context:                                             # context + option = both, and the join changes nothing before
+            (front, *_), (both, *_) = evaluation.score(model, [(b"", context), (b"", context + option)], 2)
+            assert front + nats == pytest.approx(both, rel=1e-5)
+
+
+def test_tasks_command(trained, bench, capsys):
+    evaluation.main(["all", trained, "--bench_dir", str(bench), "--json", "f.json", "--dump", "d.jsonl", "--batch_size", "3"])
+    out = capsys.readouterr().out
+    assert all(f"| {name} " in out for name in evaluation.TASKS) and "held out" in out
+    found, dump = json.loads(Path("f.json").read_text()), [json.loads(line) for line in open("d.jsonl")]
+    assert {k: r["n"] for k, r in found.items()} == dict(hellaswag=2, arc_easy=2, piqa=2, lambada=3) and len(dump) == 9
+    for name, r in found.items():
+        rows_ = [d for d in dump if d["task"] == name]
+        assert sorted(rows_[0]) == sorted(("task", "id", "context", "options", "gold", "nll", "bytes", "greedy"))
+        nats, size = (sum(d[k][d["gold"]] for d in rows_) for k in ("nll", "bytes"))
+        assert r["bpb"] == pytest.approx(nats / size / math.log(2)) and r["bpb_error"] >= 0
+        for d in rows_:
+            assert d["bytes"] == [len(o.encode()) for o in d["options"]]
+        pick = lambda d, by: min(range(len(d["nll"])), key=lambda k: d["nll"][k] / by(d["options"][k]))
+        if name != "lambada":
+            for key, by in (("accuracy", lambda o: 1), ("acc_bytes", lambda o: len(o.encode())), ("acc_chars", lambda o: len(o) - 1)):
+                assert r[key] == sum(pick(d, by) == d["gold"] for d in rows_) / len(rows_)
+    assert found["lambada"]["word_perplexity"] == pytest.approx(math.exp(sum(d["nll"][0] for d in dump[-3:]) / 3))
+    (bench / "piqa_valid-labels.lst").write_text("0\nnonsense\n")
+    with pytest.raises(SystemExit) as e:
+        evaluation.main(["all", trained, "--bench_dir", str(bench), "--limit", "1"])
+    out = capsys.readouterr().out
+    assert e.value.code == 1 and "skipped: cannot read" in out and "| lambada   | 1 " in out
+
+
+def test_benchmarks_that_cannot_be_had_are_skipped(trained, hub, tmp_path, capsys, monkeypatch):
+    server = os.environ["HF_ENDPOINT"]
+    monkeypatch.setattr(evaluation, "SOURCES", {name: (server + name, tag) for name, (_, tag) in evaluation.SOURCES.items()})
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as z:
+        z.writestr("../../escape.txt", "no")
+        z.writestr("ARC-V1-Feb2018-2/ARC-Easy/ARC-Easy-Test.jsonl",
+                   json.dumps(dict(id="q", question=dict(stem="?", choices=[dict(text="a", label="A")]), answerKey="A")))
+    hub.body = archive.getvalue()                               # whatever is asked for, this comes: wrong for all but one
+    with pytest.raises(SystemExit) as e:
+        evaluation.main(["all", trained, "--bench_dir", "new"])
+    out = capsys.readouterr().out
+    assert e.value.code == 1 and out.count("skipped: ") == 3 and out.count("sha256") == 3
+    assert os.listdir("new") == ["ARC-V1-Feb2018.zip"] and not list(tmp_path.rglob("escape.txt"))
+
+
+def test_two_ranks_score_like_one(trained, bench):
+    command = [str(HERE / "eval.py"), "all", trained, "--bench_dir", str(bench)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    one = subprocess.run([sys.executable, *command, "--json", "1.json"], check=True, capture_output=True, text=True, env=environment).stdout
+    two = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command, "--json", "2.json",
+                          "--batch_size", "2"], check=True, capture_output=True, text=True, env=environment, timeout=120).stdout
+    assert one == two
+    for (name, a), b in zip(json.loads(Path("1.json").read_text()).items(), json.loads(Path("2.json").read_text()).values()):
+        assert a == pytest.approx(b, rel=1e-5), name
+
+
+def test_text_from_standard_input(trained, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße, all".encode())))
+    evaluation.main(["boundaries", trained, "--file", "-"])
+    assert capsys.readouterr().out.replace("|", "").startswith("Grüße, all\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode())))
+    evaluation.main(["sample", trained, "--prompt", "-", "--bytes", "30", "--show_boundaries", "--temperature", "0"])
+    shown = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode())))
+    evaluation.main(["sample", trained, "--prompt", "-", "--bytes", "30", "--temperature", "0"])
+    plain = capsys.readouterr().out
+    assert shown.replace("|", "") == plain.replace("|", "") and plain.startswith("Grüße")
+    evaluation.main(["sample", trained, "--bytes", "30", "--temperature", "0", "--prompt", "a", "--stop", plain[7]])
+    assert capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
