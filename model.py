@@ -213,7 +213,7 @@ class Transformer(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# chunkers: where does a chunk end, what goes in, where does it come out, and what trains that?
+# the chunker: where does a chunk end, what goes in, where does it come out, and what trains that?
 
 class Chunker(nn.Module):
     """The steps of every chunker, with what most of them share. They differ so (boundary m is at byte end_m):
@@ -275,176 +275,6 @@ class Chunker(nn.Module):
         """Weighted loss (), and stats. late, early (B,T) nats, detached; real (B,T): the byte has a target; free (B,T): the
         action was a choice and is followed by a target."""
         return 0.0, {}
-
-
-def fixed_noise(T, device):
-    """(T,) uniforms for evaluation, always the same; a shorter row gets the start of a longer one's."""
-    return torch.rand(T, generator=torch.Generator().manual_seed(0)).to(device)
-
-
-class Rule(Chunker):
-    """Boundaries without parameters."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        word = [b < 128 and chr(b).isalnum() or 0x80 <= b < 0xC0 for b in range(VOCAB)]
-        self.register_buffer("word", torch.tensor(word), persistent=False)
-        if cfg.chunker == "entropy":
-            self.register_buffer("threshold", torch.tensor(math.log(VOCAB)))   # nats; where an untrained head stands
-
-    def features(self, h, x, early_logits, token_start, first=0):
-        i = (first + torch.arange(x.size(1), device=x.device)).expand_as(x)    # (B, T)
-        match self.cfg.chunker:
-            case "byte":      # no compression: what chunks could cost at most
-                return torch.ones_like(x, dtype=torch.bool)
-            case "stride":    # every k-th byte (MegaByte, arXiv 2305.07185; Hourglass)
-                return i % round(1 / self.cfg.rate) == 0
-            case "random":    # decided by noise alone
-                return i
-            case "space":     # SpaceByte (arXiv 2404.14408): no letter, digit or UTF-8 continuation, and follows one
-                word = self.word[x]
-                return ~word & F.pad(word, (1, 0))[:, :-1] | (x == SEPARATOR)
-            case "bpe":       # the first byte of each GPT-2 token, found by reading ahead: guidance, not a causal policy
-                return token_start
-            case "entropy":   # Byte Latent Transformer (arXiv 2412.09871); differs: theirs come from a model of their own
-                log_p = early_logits.detach().float().log_softmax(-1)
-                return -(log_p.exp() * log_p).sum(-1)                          # (B, T) nats
-
-    @torch.no_grad()
-    def sample(self, v, u):
-        B, T = v.shape
-        match self.cfg.chunker:
-            case "random" if u is None:   # v holds positions
-                a = fixed_noise(int(v.max()) + 1, v.device)[v] < self.cfg.rate
-            case "random":                # exactly round(rate * T) a row, the forced one among them
-                rank = F.pad(u[:, 1:], (1, 0), value=-1).argsort(1).argsort(1)
-                a = rank < round(self.cfg.rate * T)
-            case "entropy":
-                a = v > self.threshold
-            case _:
-                a = v
-        a = a.clone()
-        a[:, 0] = True
-        return a
-
-    def loss(self, v, a, p, late, early, real, free, pairs):
-        if self.cfg.chunker == "entropy" and self.training:   # a running quantile, the mean of the ranks'
-            quantile = v.float().quantile(1 - self.cfg.rate)
-            self.threshold.lerp_(all_sum(quantile) / world_size(), 0.3)
-        return 0.0, {}
-
-
-class HNet(Chunker):
-    """H-Net's routing (Hwang et al. 2025, arXiv 2507.07955): a boundary where neighbours differ. As in their code a boundary
-    *opens* a chunk, which holds the h it opens with. Differs: h is added as it is, not through a map that starts at 0."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.q = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
-        self.k = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
-
-    def init_weights(self):
-        nn.init.eye_(self.q.weight)
-        nn.init.eye_(self.k.weight)
-
-    def features(self, h, x, early_logits, token_start, first=0):
-        with torch.autocast(h.device.type, enabled=False):
-            h = h.float()
-            cos = F.cosine_similarity(self.q(h[:, :-1]), self.k(h[:, 1:]), -1)          # (B, T-1)
-        return F.pad(((1 - cos) / 2).clamp(0, 1), (1, 0), value=1.0)                    # (B, T) p, p_0 = 1
-
-    @torch.no_grad()
-    def sample(self, v, u):
-        return v >= 0.5
-
-    def soft(self, v, a, u):
-        return v
-
-    def spread(self, c, p, a, end, g):
-        c = smooth(c, p.gather(1, end).clamp(1e-4, 1 - 1e-4))                           # (B, M, C)
-        confidence = torch.where(a, p, 1 - p)
-        confidence = 1 + (confidence - confidence.detach())                             # 1 forward, straight-through
-        return take(c, g) * confidence.unsqueeze(-1)                                    # (B, T, C)
-
-    def spread_step(self, c, p, a, s):
-        p = p.clamp(1e-4, 1 - 1e-4).unsqueeze(-1)
-        s.smoothed = torch.where(a.unsqueeze(-1), p * c + (1 - p) * s.smoothed, s.smoothed)
-        return s.smoothed
-
-    def loss(self, v, a, p, late, early, real, free, pairs):
-        N = 1 / self.cfg.rate
-        f = batch_mean(a, free)                                                         # F, share of boundaries
-        G = (p * free).sum() / count(free)                                              # mean p, carries the gradient
-        ratio = N / (N - 1) * ((N - 1) * f * G + (1 - f) * (1 - G))                     # 1 at f = G = 1/N, more where f = G is else
-        return self.cfg.lambda_ratio * ratio, {}
-
-
-def smooth(c, p):
-    """Exponential moving average over chunks, s_m = p_m c_m + (1 - p_m) s_{m-1}: c (B,M,C), p (B,M) -> (B,M,C).
-
-    In log2(M) doublings: s covers the last n chunks, keep is the weight of what came before them."""
-    p = p.unsqueeze(-1)                                                                 # (B, M, 1)
-    s, keep, n = p * c, 1 - p, 1
-    while n < c.size(1):
-        s = torch.cat([s[:, :n], s[:, n:] + keep[:, n:] * s[:, :-n]], 1)
-        keep = torch.cat([keep[:, :n], keep[:, n:] * keep[:, :-n]], 1)
-        n *= 2
-    return s
-
-
-class Pooling(Chunker):
-    """Dynamic pooling (Nawrot et al. 2023, arXiv 2211.09761): a relaxed Bernoulli draw, made hard straight-through. A
-    boundary closes its chunk, the mean of whose bytes reaches the bytes from there on: no byte sees its own future."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.mlp = nn.Sequential(nn.Linear(cfg.n_embd, cfg.n_embd), nn.ReLU(), nn.Linear(cfg.n_embd, 1))
-
-    def init_weights(self):
-        nn.init.zeros_(self.mlp[0].bias)
-        nn.init.constant_(self.mlp[2].bias, math.log(self.cfg.rate / (1 - self.cfg.rate)))
-
-    def features(self, h, x, early_logits, token_start, first=0):
-        with torch.autocast(h.device.type, enabled=False):
-            return self.mlp(norm(h.float())).squeeze(-1)                                # (B, T) logits l
-
-    @torch.no_grad()
-    def sample(self, v, u):
-        a = v >= torch.logit(fixed_noise(v.size(1), v.device) if u is None else u)
-        a[:, 0] = True
-        return a
-
-    def decide(self, v, actions, t):
-        return v[:, 1] >= torch.logit(fixed_noise(t + 1, v.device)[t])
-
-    def soft(self, v, a, u):
-        if u is None:
-            return torch.sigmoid(v)
-        return torch.sigmoid((v - torch.logit(u, eps=1e-6)) / 0.5)   # logistic noise, temperature 1/2; > 1/2 where a = 1
-
-    def pool(self, h, p, a, end, g):
-        B, T, C = h.shape
-        M = end.size(1)
-        hard = a + (p - p.detach())                                                     # a forward, straight-through
-        before = hard.cumsum(1) - hard                                                  # boundaries before byte i
-        weight = 1 + (before - before.detach())                                         # 1; carries that count's gradient
-        m = g + ~a                                                                      # chunk of byte i; it may stay open
-        m = (m + (M + 1) * torch.arange(B, device=h.device).unsqueeze(1)).flatten()     # (B*T,) flat row numbers
-        values = torch.cat([h.float() * weight.unsqueeze(-1), weight.unsqueeze(-1)], 2) # (B, T, C+1)
-        sums = values.new_zeros(B * (M + 1), C + 1).index_add(0, m, values.flatten(0, 1)).view(B, M + 1, C + 1)[:, :M]
-        return (sums[..., :-1] / sums[..., -1:].clamp(min=1e-9)).to(h.dtype)            # (B, M, C); padding unread
-
-    def pool_step(self, h, a, s):
-        s.sum, s.bytes = s.sum + h, s.bytes + 1                                         # of the open chunk
-        mean = s.sum / s.bytes
-        s.sum, s.bytes = (torch.where(a.unsqueeze(-1), 0, t) for t in (s.sum, s.bytes))
-        return mean
-
-    def loss(self, v, a, p, late, early, real, free, pairs):
-        n = free.sum(1).float()                                                         # (B,)
-        k = ((a + (p - p.detach())) * free).sum(1)                                      # (B,) boundaries, straight-through
-        prior = torch.distributions.Binomial(n, torch.full_like(n, self.cfg.rate), validate_args=False)
-        return -self.cfg.lambda_prior * (prior.log_prob(k) / n.clamp(min=1)).mean(), {}
 
 
 CAP = 6.0   # soft cap of the boundary logit: p stays within 0.0025 .. 0.9975, so no action becomes impossible
@@ -865,6 +695,179 @@ def sample_byte(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     if top_k:
         probs[:, top_k:] = 0
     return order.gather(1, torch.multinomial(probs, 1, generator=generator)).squeeze(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the other chunkers
+
+def fixed_noise(T, device):
+    """(T,) uniforms for evaluation, always the same; a shorter row gets the start of a longer one's."""
+    return torch.rand(T, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+class Rule(Chunker):
+    """Boundaries without parameters."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        word = [b < 128 and chr(b).isalnum() or 0x80 <= b < 0xC0 for b in range(VOCAB)]
+        self.register_buffer("word", torch.tensor(word), persistent=False)
+        if cfg.chunker == "entropy":
+            self.register_buffer("threshold", torch.tensor(math.log(VOCAB)))   # nats; where an untrained head stands
+
+    def features(self, h, x, early_logits, token_start, first=0):
+        i = (first + torch.arange(x.size(1), device=x.device)).expand_as(x)    # (B, T)
+        match self.cfg.chunker:
+            case "byte":      # no compression: what chunks could cost at most
+                return torch.ones_like(x, dtype=torch.bool)
+            case "stride":    # every k-th byte (MegaByte, arXiv 2305.07185; Hourglass)
+                return i % round(1 / self.cfg.rate) == 0
+            case "random":    # decided by noise alone
+                return i
+            case "space":     # SpaceByte (arXiv 2404.14408): no letter, digit or UTF-8 continuation, and follows one
+                word = self.word[x]
+                return ~word & F.pad(word, (1, 0))[:, :-1] | (x == SEPARATOR)
+            case "bpe":       # the first byte of each GPT-2 token, found by reading ahead: guidance, not a causal policy
+                return token_start
+            case "entropy":   # Byte Latent Transformer (arXiv 2412.09871); differs: theirs come from a model of their own
+                log_p = early_logits.detach().float().log_softmax(-1)
+                return -(log_p.exp() * log_p).sum(-1)                          # (B, T) nats
+
+    @torch.no_grad()
+    def sample(self, v, u):
+        B, T = v.shape
+        match self.cfg.chunker:
+            case "random" if u is None:   # v holds positions
+                a = fixed_noise(int(v.max()) + 1, v.device)[v] < self.cfg.rate
+            case "random":                # exactly round(rate * T) a row, the forced one among them
+                rank = F.pad(u[:, 1:], (1, 0), value=-1).argsort(1).argsort(1)
+                a = rank < round(self.cfg.rate * T)
+            case "entropy":
+                a = v > self.threshold
+            case _:
+                a = v
+        a = a.clone()
+        a[:, 0] = True
+        return a
+
+    def loss(self, v, a, p, late, early, real, free, pairs):
+        if self.cfg.chunker == "entropy" and self.training:   # a running quantile, the mean of the ranks'
+            quantile = v.float().quantile(1 - self.cfg.rate)
+            self.threshold.lerp_(all_sum(quantile) / world_size(), 0.3)
+        return 0.0, {}
+
+
+class HNet(Chunker):
+    """H-Net's routing (Hwang et al. 2025, arXiv 2507.07955): a boundary where neighbours differ. As in their code a boundary
+    *opens* a chunk, which holds the h it opens with. Differs: h is added as it is, not through a map that starts at 0."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.q = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+        self.k = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
+
+    def init_weights(self):
+        nn.init.eye_(self.q.weight)
+        nn.init.eye_(self.k.weight)
+
+    def features(self, h, x, early_logits, token_start, first=0):
+        with torch.autocast(h.device.type, enabled=False):
+            h = h.float()
+            cos = F.cosine_similarity(self.q(h[:, :-1]), self.k(h[:, 1:]), -1)          # (B, T-1)
+        return F.pad(((1 - cos) / 2).clamp(0, 1), (1, 0), value=1.0)                    # (B, T) p, p_0 = 1
+
+    @torch.no_grad()
+    def sample(self, v, u):
+        return v >= 0.5
+
+    def soft(self, v, a, u):
+        return v
+
+    def spread(self, c, p, a, end, g):
+        c = smooth(c, p.gather(1, end).clamp(1e-4, 1 - 1e-4))                           # (B, M, C)
+        confidence = torch.where(a, p, 1 - p)
+        confidence = 1 + (confidence - confidence.detach())                             # 1 forward, straight-through
+        return take(c, g) * confidence.unsqueeze(-1)                                    # (B, T, C)
+
+    def spread_step(self, c, p, a, s):
+        p = p.clamp(1e-4, 1 - 1e-4).unsqueeze(-1)
+        s.smoothed = torch.where(a.unsqueeze(-1), p * c + (1 - p) * s.smoothed, s.smoothed)
+        return s.smoothed
+
+    def loss(self, v, a, p, late, early, real, free, pairs):
+        N = 1 / self.cfg.rate
+        f = batch_mean(a, free)                                                         # F, share of boundaries
+        G = (p * free).sum() / count(free)                                              # mean p, carries the gradient
+        ratio = N / (N - 1) * ((N - 1) * f * G + (1 - f) * (1 - G))                     # 1 at f = G = 1/N, more where f = G is else
+        return self.cfg.lambda_ratio * ratio, {}
+
+
+def smooth(c, p):
+    """Exponential moving average over chunks, s_m = p_m c_m + (1 - p_m) s_{m-1}: c (B,M,C), p (B,M) -> (B,M,C).
+
+    In log2(M) doublings: s covers the last n chunks, keep is the weight of what came before them."""
+    p = p.unsqueeze(-1)                                                                 # (B, M, 1)
+    s, keep, n = p * c, 1 - p, 1
+    while n < c.size(1):
+        s = torch.cat([s[:, :n], s[:, n:] + keep[:, n:] * s[:, :-n]], 1)
+        keep = torch.cat([keep[:, :n], keep[:, n:] * keep[:, :-n]], 1)
+        n *= 2
+    return s
+
+
+class Pooling(Chunker):
+    """Dynamic pooling (Nawrot et al. 2023, arXiv 2211.09761): a relaxed Bernoulli draw, made hard straight-through. A
+    boundary closes its chunk, the mean of whose bytes reaches the bytes from there on: no byte sees its own future."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.mlp = nn.Sequential(nn.Linear(cfg.n_embd, cfg.n_embd), nn.ReLU(), nn.Linear(cfg.n_embd, 1))
+
+    def init_weights(self):
+        nn.init.zeros_(self.mlp[0].bias)
+        nn.init.constant_(self.mlp[2].bias, math.log(self.cfg.rate / (1 - self.cfg.rate)))
+
+    def features(self, h, x, early_logits, token_start, first=0):
+        with torch.autocast(h.device.type, enabled=False):
+            return self.mlp(norm(h.float())).squeeze(-1)                                # (B, T) logits l
+
+    @torch.no_grad()
+    def sample(self, v, u):
+        a = v >= torch.logit(fixed_noise(v.size(1), v.device) if u is None else u)
+        a[:, 0] = True
+        return a
+
+    def decide(self, v, actions, t):
+        return v[:, 1] >= torch.logit(fixed_noise(t + 1, v.device)[t])
+
+    def soft(self, v, a, u):
+        if u is None:
+            return torch.sigmoid(v)
+        return torch.sigmoid((v - torch.logit(u, eps=1e-6)) / 0.5)   # logistic noise, temperature 1/2; > 1/2 where a = 1
+
+    def pool(self, h, p, a, end, g):
+        B, T, C = h.shape
+        M = end.size(1)
+        hard = a + (p - p.detach())                                                     # a forward, straight-through
+        before = hard.cumsum(1) - hard                                                  # boundaries before byte i
+        weight = 1 + (before - before.detach())                                         # 1; carries that count's gradient
+        m = g + ~a                                                                      # chunk of byte i; it may stay open
+        m = (m + (M + 1) * torch.arange(B, device=h.device).unsqueeze(1)).flatten()     # (B*T,) flat row numbers
+        values = torch.cat([h.float() * weight.unsqueeze(-1), weight.unsqueeze(-1)], 2) # (B, T, C+1)
+        sums = values.new_zeros(B * (M + 1), C + 1).index_add(0, m, values.flatten(0, 1)).view(B, M + 1, C + 1)[:, :M]
+        return (sums[..., :-1] / sums[..., -1:].clamp(min=1e-9)).to(h.dtype)            # (B, M, C); padding unread
+
+    def pool_step(self, h, a, s):
+        s.sum, s.bytes = s.sum + h, s.bytes + 1                                         # of the open chunk
+        mean = s.sum / s.bytes
+        s.sum, s.bytes = (torch.where(a.unsqueeze(-1), 0, t) for t in (s.sum, s.bytes))
+        return mean
+
+    def loss(self, v, a, p, late, early, real, free, pairs):
+        n = free.sum(1).float()                                                         # (B,)
+        k = ((a + (p - p.detach())) * free).sum(1)                                      # (B,) boundaries, straight-through
+        prior = torch.distributions.Binomial(n, torch.full_like(n, self.cfg.rate), validate_args=False)
+        return -self.cfg.lambda_prior * (prior.log_prob(k) / n.clamp(min=1)).mean(), {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
