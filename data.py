@@ -58,7 +58,7 @@ class Corpus:
 
     Its stream is the documents with one SEPARATOR between neighbours, len(corpus) = n + documents - 1 ids.
     token_start (n,) bool, set by mark_tokens, says where GPT-2's tokens begin; only the chunker `bpe` asks for it.
-    With doc_bytes every document has that length, and rows start with documents (and every T bytes within).
+    With doc_bytes every document has that length, and rows that divide it start with documents and never cross them.
     """
 
     def __init__(self, data, starts=(0,), name="text", doc_bytes=0):
@@ -75,8 +75,8 @@ class Corpus:
 
     def row_starts(self, T):
         """Stream positions of rows of T bytes that together hold the text once."""
-        if self.doc_bytes:
-            return (self.shifted[:, None] + np.arange(0, max(self.doc_bytes - T, 0) + 1, T)).ravel()
+        if self.doc_bytes and self.doc_bytes % T == 0:
+            return (self.shifted[:, None] + np.arange(0, self.doc_bytes, T)).ravel()
         return np.arange(0, len(self), T)
 
     def read(self, pos):
@@ -345,7 +345,7 @@ def read_shard(path, min_doc_bytes=0, mark=False):
     """A shard -> Corpus. What stands before its first END_OF_TEXT is the rest of another shard's document: left out.
 
     With min_doc_bytes, documents of fewer bytes are left out, and longer ones are cut to it (paper, section 4); else all
-    are packed. mark keeps the tokens' first bytes. Works block by block; needs about three times the text's size at most.
+    are packed. mark keeps the tokens' first bytes. Works block by block; needs two to four times the text's size.
     """
     try:
         ids = shard_ids(path)
@@ -357,7 +357,9 @@ def read_shard(path, min_doc_bytes=0, mark=False):
     count = np.arange(block * int(length.max()), dtype=np.int32)
     pieces, first, starts, n = [], [], [], 0
     for i in range(0, len(ids), block):
-        b = np.minimum(ids[i:i + block], END_OF_TEXT)
+        b = ids[i:i + block]
+        if b.max() > END_OF_TEXT:
+            fail(f"{path} holds id {b.max()}, more than {END_OF_TEXT}; remove it, and it is fetched again")
         steps = length.take(b)
         end = np.cumsum(steps, dtype=np.int32)
         starts.append(n + end[b == END_OF_TEXT])                    # such an id has no bytes: here the next document starts
@@ -370,7 +372,9 @@ def read_shard(path, min_doc_bytes=0, mark=False):
             first.append(bits)
         n += len(index)
     data, starts = np.concatenate(pieces), np.unique(np.concatenate(starts))
+    del pieces
     token_start = np.concatenate(first) if mark else None
+    del first
     starts = starts[starts < n]                                     # an empty last document has nothing to read
     if min_doc_bytes:
         starts = starts[np.diff(np.append(starts, n)) >= min_doc_bytes]
@@ -413,8 +417,8 @@ def fetch(url, path, check, token=None):
             os.fsync(f.fileno())
             try:
                 check(part, sha256)
-            except ValueError as e:
-                part.unlink()
+            except (ValueError, zipfile.BadZipFile) as e:
+                f.truncate(0)   # not unlinked: another process may wait for this very file
                 fail(f"{url} is not what it should be: {e}; try again, or put {path.name} into {path.parent} by other means")
             os.replace(part, path)
     except requests.RequestException as e:
@@ -426,27 +430,25 @@ def fetch(url, path, check, token=None):
 
 def download(url, f, name, token):
     """Append to f what it lacks of url -> the sha256 that the server names, or None. Growing pauses between tries."""
-    tries, sha256 = 0, None
+    tries, most, sha256 = 0, 0, None
     while True:
         have = f.seek(0, os.SEEK_END)
         headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
         try:
             with requests.get(url, headers=headers | ({"Authorization": f"Bearer {token}"} if token else {}), stream=True,
                               timeout=30) as r:
-                if r.status_code == 416:   # nothing after what is here: it is whole, or something else
-                    f.truncate(0 if tries else have)
-                    tries += 1
-                    if str(have) == r.headers.get("Content-Range", "").split("/")[-1]:
-                        return sha256
-                    continue
-                if r.status_code == 429 or r.status_code >= 500:
-                    raise requests.ConnectionError(f"HTTP {r.status_code}")
-                if r.status_code >= 400:
-                    hint = {401: "set HF_TOKEN", 403: "set HF_TOKEN"}.get(r.status_code, "check --repo and --shards")
-                    fail(f"{url}: HTTP {r.status_code}; {hint}")
                 for answer in (*r.history, r):   # the hub names the hash before it redirects
                     tag = answer.headers.get("X-Linked-ETag", "").strip('W/"')
                     sha256 = tag if re.fullmatch("[0-9a-f]{64}", tag) else sha256
+                if r.status_code == 416:   # nothing behind what is here: it is whole, or not of this file
+                    if r.headers.get("Content-Range", "").endswith(f"/{have}"):
+                        return sha256
+                    f.truncate(0)
+                    raise requests.ConnectionError("HTTP 416")
+                if r.status_code == 429 or r.status_code >= 500:
+                    raise requests.ConnectionError(f"HTTP {r.status_code}")
+                if r.status_code >= 400:
+                    fail(f"{url}: HTTP {r.status_code}; " + ("there is no such file; check the name" if r.status_code == 404 else "a token in HF_TOKEN may help"))
                 if have and r.status_code == 200:   # the server does not know ranges: from the start
                     f.truncate(0)
                     have = 0
@@ -454,19 +456,21 @@ def download(url, f, name, token):
                 begin, shown, start = time.time(), 0.0, have
                 for piece in r.iter_content(1 << 16):
                     f.write(piece)
-                    have, tries = have + len(piece), 0
+                    have += len(piece)
+                    if have > most:   # progress
+                        most, tries = have, 0
                     if time.time() - shown > 0.5 or have == total:
                         shown = time.time()
                         speed = (have - start) / max(shown - begin, 1e-3)
                         left = max(total - have, 0) / max(speed, 1)
-                        print(f"\r{name}: {have / 1e6:.0f} of {total / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s, "
-                              f"{left:.0f} s left   ", end="\n" if have == total else "", file=sys.stderr, flush=True)
-                if total and have < total:
+                        print(f"\r{name}: {have / 1e6:.0f} of {total / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s, {left:.0f} s left   ",
+                              end="\n" if have == total else "", file=sys.stderr, flush=True)
+                if have < total:
                     raise requests.ConnectionError("cut off")
                 return sha256
         except requests.RequestException as e:
             tries += 1
-            if tries >= RETRIES:
+            if tries >= RETRIES or isinstance(e, ValueError):   # a URL that cannot be
                 raise
             wait = PAUSE * 2 ** (tries - 1)
             print(f"\n{name}: {str(e)[:80] or type(e).__name__}; again in {wait:.0f} s", file=sys.stderr, flush=True)
@@ -479,6 +483,7 @@ def write_shard(text, path):
     header = np.zeros(256, "<i4")
     header[:3] = MAGIC, VERSION, len(ids)
     tmp = f"{path}.tmp"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(tmp, "wb") as f:
         f.write(header.tobytes() + ids.tobytes())
     os.replace(tmp, path)
@@ -496,9 +501,10 @@ class Loader:
     stay disjoint by taking different numbers.
     """
 
-    def __init__(self, text, T, seed):
+    def __init__(self, text, T, seed, place=(0, 0, 0)):
         self.text, self.T, self.seed = text if isinstance(text, Shards) else [text], T, seed
-        self.enter(0, 0, 0)
+        self.places = [tuple(place)]   # (epoch, shard, number of its first row) of what has been visited, in order
+        self.enter(*place)
 
     def enter(self, epoch, shard, first):
         """Draw the order of a shard's rows, the first of which has number `first`."""
@@ -506,28 +512,33 @@ class Loader:
         if len(corpus) < self.T:
             fail(f"text too short: {corpus.name} has {len(corpus)} bytes to train on, one row takes {self.T}; "
                  f"give more text" + (f" or --row_bytes {len(corpus)}" if len(corpus) > 1 else ""))
-        rng = np.random.default_rng((self.seed, epoch, shard) if shard else (self.seed, epoch))
-        if corpus.doc_bytes:
+        rng = np.random.default_rng((self.seed, epoch, shard))
+        if corpus.doc_bytes and corpus.doc_bytes % self.T == 0:
             starts = corpus.row_starts(self.T)
             self.starts = starts[rng.permutation(len(starts))]
         else:
             n = max(1, len(corpus) // self.T - 1)                    # windows; one less leaves room to shift
             order = rng.permutation(n)
             self.starts = rng.integers(len(corpus) - n * self.T + 1) + order * self.T
-        self.epoch, self.shard, self.first, self.n = epoch, shard, first, len(self.starts)
+        self.corpus, self.here, self.end = corpus, (epoch, shard, first), first + len(self.starts)
+
+    def place(self, row):
+        """The visited place that a row is in, or comes after; a Loader made with it need not go through those before."""
+        return next(p for p in reversed(self.places) if p[2] <= row)
 
     def rows(self, first, count):
         """Rows first .. first+count-1, as Corpus.window."""
-        if first < self.first:
-            self.enter(0, 0, 0)
         parts = []
         while count:
-            while first >= self.first + self.n:
-                epoch, shard = divmod(self.epoch * len(self.text) + self.shard + 1, len(self.text))
-                self.enter(epoch, shard, self.first + self.n)
-            here = self.starts[first - self.first:][:count]
-            parts.append(self.text[self.shard].window(here, self.T))
-            first, count = first + len(here), count - len(here)
+            if self.place(first) != self.here:
+                self.enter(*self.place(first))
+            while first >= self.end:
+                epoch, shard = divmod(self.here[0] * len(self.text) + self.here[1] + 1, len(self.text))
+                self.places.append((epoch, shard, self.end))
+                self.enter(*self.places[-1])
+            part = self.starts[first - self.here[2]:][:count]
+            parts.append(self.corpus.window(part, self.T))
+            first, count = first + len(part), count - len(part)
         return parts[0] if len(parts) == 1 else tuple(None if t[0] is None else torch.cat(t) for t in zip(*parts))
 
 
@@ -586,4 +597,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130)

@@ -21,6 +21,7 @@ import re
 import sys
 import time
 import zipfile
+import zlib
 from dataclasses import fields
 from pathlib import Path
 
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from data import Corpus, check_hash, expand, fail, fetch, load
+from data import REPO, Corpus, check_hash, expand, fail, fetch, load
 from model import NO_TARGET, SEPARATOR, ByteLM, ModelConfig, all_sum, flops_per_byte, nll
 
 WHITESPACE = torch.zeros(257, dtype=torch.bool)
@@ -49,8 +50,9 @@ def read_checkpoint(path):
             if z.testzip():
                 raise ValueError("a check sum is wrong")
         ckpt = torch.load(path, map_location="cpu", weights_only=True)   # never runs code from the file
-        kinds = dict(model=dict, optimizer=dict, step=int, row=int, config=dict)
-        if not all(isinstance(ckpt[k], kind) for k, kind in kinds.items()) or min(ckpt["step"], ckpt["row"]) < 0:
+        kinds = dict(model=dict, optimizer=dict, step=int, row=int, place=list, config=dict)
+        if not all(isinstance(ckpt[k], kind) for k, kind in kinds.items()) or min(
+                ckpt["step"], ckpt["row"], *ckpt["place"]) < 0 or len(ckpt["place"]) != 3:
             raise ValueError("its parts are not what they should be")
         for f in fields(ModelConfig):
             if type(ckpt["config"][f.name]) is not f.type:
@@ -183,19 +185,16 @@ SOURCES = {
 def lines(folder, name):
     """The parsed lines of a benchmark's file, which is in folder or fetched into it."""
     path = folder / name
-    try:
-        if name == "ARC-Easy-Test.jsonl" and not path.exists():
-            url, _ = SOURCES["ARC-V1-Feb2018.zip"]
-            with zipfile.ZipFile(fetch(url, folder / "ARC-V1-Feb2018.zip", lambda part, _: zipfile.ZipFile(part).close())) as z:
-                text = z.read("ARC-V1-Feb2018-2/ARC-Easy/ARC-Easy-Test.jsonl")
-        else:
-            if not path.exists():
-                url, sha256 = SOURCES[name]
-                fetch(url, path, lambda part, _: check_hash(part, sha256))
-            text = path.read_bytes()
-        return [json.loads(line) for line in text.decode("utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
-        fail(f"cannot read {path} ({type(e).__name__}: {e}); remove it, and it is fetched again")
+    if name == "ARC-Easy-Test.jsonl" and not path.exists():
+        archive = fetch(SOURCES["ARC-V1-Feb2018.zip"][0], folder / "ARC-V1-Feb2018.zip", lambda part, _: zipfile.ZipFile(part).close())
+        with zipfile.ZipFile(archive) as z:
+            text = z.read("ARC-V1-Feb2018-2/ARC-Easy/ARC-Easy-Test.jsonl")
+    else:
+        if not path.exists():
+            url, sha256 = SOURCES[name]
+            fetch(url, path, lambda part, _: check_hash(part, sha256))
+        text = path.read_bytes()
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def hellaswag(folder):
@@ -214,7 +213,7 @@ def arc_easy(folder):
 
 
 def piqa(folder):
-    for k, (row, gold) in enumerate(zip(lines(folder, "piqa_valid.jsonl"), lines(folder, "piqa_valid-labels.lst"))):
+    for k, (row, gold) in enumerate(zip(lines(folder, "piqa_valid.jsonl"), lines(folder, "piqa_valid-labels.lst"), strict=True)):
         yield k, f"Question: {row['goal']}\nAnswer:", [" " + row["sol1"], " " + row["sol2"]], gold
 
 
@@ -232,7 +231,6 @@ def score(model, pairs, batch_size):
     """Score continuations. pairs: (context, option) bytes -> a list of (nats of the option, whether each of its bytes is
     the likeliest, boundaries in the whole), in the same order. Similar lengths go together; padding does not matter."""
     device = next(model.parameters()).device
-    noise = torch.rand(max(len(c) + len(o) for c, o in pairs), generator=torch.Generator().manual_seed(0)).to(device)
     order = sorted(range(len(pairs)), key=lambda k: len(pairs[k][0]) + len(pairs[k][1]))
     out = [None] * len(pairs)
     for i in range(0, len(order), batch_size):
@@ -240,7 +238,7 @@ def score(model, pairs, batch_size):
         T = len(some[-1][0]) + len(some[-1][1])
         y = torch.full((len(some), T), NO_TARGET)
         x = torch.full((len(some), T), SEPARATOR)
-        starts = torch.ones(len(some), T, dtype=torch.bool)   # of tokens, for bpe
+        starts = torch.zeros(len(some), T, dtype=torch.bool)   # of tokens, for bpe
         for r, (context, option) in enumerate(some):
             text = torch.frombuffer(bytearray(context + option), dtype=torch.uint8).long()
             x[r, 1:len(text)] = text[:-1]
@@ -248,10 +246,9 @@ def score(model, pairs, batch_size):
             if model.cfg.chunker == "bpe":
                 marks = Corpus(text.numpy().astype(np.uint8)).mark_tokens().token_start
                 starts[r, 1:len(text)] = torch.from_numpy(marks)[:-1]
-        u = noise[:T].expand(len(some), T) if model.cfg.chunker == "pooling" else None
         x, y = x.to(device), y.to(device)
-        result = model(x, u=u, token_start=starts.to(device))
-        nats = nll(result["logits"], y).double().sum(1).tolist()
+        result = model(x, token_start=starts.to(device))
+        nats = nll(result["logits"], y).cpu().double().sum(1).tolist()
         greedy = ((result["logits"].argmax(-1) == y) | (y == NO_TARGET)).all(1).tolist()
         for r, k in enumerate(order[i:i + batch_size]):
             n = len(some[r][0]) + len(some[r][1])
@@ -259,9 +256,24 @@ def score(model, pairs, batch_size):
     return out
 
 
-def run_task(model, config, args, task, rank, world):
+def questions_of(task, args, rank, world):
+    """All questions of a task; rank 0 reads them, so that all ranks have the same or fail alike."""
+    told = [None]
+    if rank == 0:
+        try:
+            told[0] = list(TASKS[task](Path(args.bench_dir)))[:args.limit or None] or "its file is empty"
+        except SystemExit as e:
+            told[0] = e.reason
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as e:
+            told[0] = f"cannot read its file in {args.bench_dir} ({type(e).__name__}: {e}); remove it, and it is fetched again"
+    if world > 1:
+        dist.broadcast_object_list(told)
+    return told[0]
+
+
+def run_task(model, config, args, task, questions, rank, world):
     """-> one result a question, of all ranks: dict(task, id, context, options, gold, nll, bytes, greedy, boundaries, total)."""
-    questions = list(TASKS[task](Path(args.bench_dir)))[:args.limit or None][rank::world]
+    questions = questions[rank::world]
     results, begin = [], time.time()
     for i in range(0, len(questions), 64):
         some, pairs = questions[i:i + 64], []
@@ -306,11 +318,11 @@ def command_tasks(args, model, config, rank, world):
     names = list(TASKS) if args.command == "all" else [args.command]
     found, skipped, dump = {}, [], []
     for name in names:
-        try:
-            results = run_task(model, config, args, name, rank, world)
-        except SystemExit as e:   # its line is printed; the other tasks go on
-            skipped.append([name, f"skipped: {e.reason}"] + [""] * 6)
+        questions = questions_of(name, args, rank, world)
+        if isinstance(questions, str):   # the reason why there are none; the other tasks go on
+            skipped.append([name, f"skipped: {questions}"] + [""] * 6)
             continue
+        results = run_task(model, config, args, name, questions, rank, world)
         found[name] = summarise(results)
         dump += results
     if rank == 0:
@@ -415,7 +427,7 @@ def write_text(path, content):
 def command_bpb(args, model, config, rank, world):
     data = args.data or config["data"]
     if not args.data or data in ("docs", "fineweb"):   # the held-out part
-        corpus = load(data, args.data_dir, config["repo"], 1, config["min_doc_bytes"])[1]
+        corpus = load(data, args.data_dir, config.get("repo", REPO), 1, config.get("min_doc_bytes", 4096))[1]
     else:                                              # all of it, as one file after another
         data_ = [np.memmap(f, dtype=np.uint8, mode="r") for f in expand(data)]
         starts = np.cumsum([0] + [len(d) for d in data_[:-1]])

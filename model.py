@@ -616,7 +616,7 @@ class ByteLM(nn.Module):
         """
         rows, device = [bytearray(p) for p in prompts], self.embed.weight.device
         goal = [len(p) + n for p in prompts]
-        begin = [max(0, min(map(len, rows)) - row_bytes // 2)] * len(rows)              # of the text that the stream holds
+        begin = [max(0, len(r) - row_bytes // 2) for r in rows]                         # of the text that the stream holds
         while any(len(r) < g for r, g in zip(rows, goal)):
             s, x = Stream(self, len(rows)), torch.full((len(rows),), SEPARATOR, device=device)
             for t in range(row_bytes):

@@ -374,7 +374,7 @@ def main(argv=None):
         wait()
     if cfg.chunker == "bpe":
         train_text.mark_tokens(), val_text.mark_tokens()
-    loader = Loader(train_text, cfg.row_bytes, cfg.seed)
+    loader = Loader(train_text, cfg.row_bytes, cfg.seed, ckpt["place"] if cfg.resume else (0, 0, 0))
     say(f"text: {train_text} to train on, {val_text} held out")
 
     # -- model, optimiser
@@ -420,6 +420,10 @@ def main(argv=None):
         if rank == 0:
             log.write(json.dumps({k: None if v != v else v for k, v in values.items()}) + "\n")   # JSON has no NaN
 
+    def keep(step):
+        save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(),
+             step=step, row=row, place=list(loader.place(row)), config=asdict(cfg))
+
     # -- the loop: one pass more than there are steps, so that the end is evaluated and saved
     parts = world * cfg.accum_steps
     b = cfg.batch_rows // parts   # rows a rank computes in a micro-step
@@ -441,8 +445,7 @@ def main(argv=None):
             say(f"eval {step}: " + "\n".join(lines))
             record(step=step, kind="eval", seen=row * cfg.row_bytes, gate_snr=snr, **e)
         if rank == 0 and (step % cfg.save_every == 0 and step > start or last or stopping):
-            save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(),
-                 step=step, row=row, config=asdict(cfg))
+            keep(step)
         paused += time.time() - pause
         if last or stopping:
             break
@@ -456,7 +459,12 @@ def main(argv=None):
         stats = 0
         for micro in range(cfg.accum_steps):
             part = micro * world + rank
-            batch = loader.rows(row + part * (b - twins), b - twins)
+            try:
+                batch = loader.rows(row + part * (b - twins), b - twins)
+            except SystemExit:   # a shard cannot be had, and says so; nothing is lost
+                if rank == 0:
+                    keep(step)
+                raise
             x, y, token_start = (None if t is None else t.to(device) for t in batch)
             if world > 1:   # before forward, or it has no effect
                 trained.require_backward_grad_sync = micro == cfg.accum_steps - 1
