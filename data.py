@@ -354,27 +354,24 @@ def read_shard(path, min_doc_bytes=0, mark=False):
     _, length, tokens = gpt2()
     flat, offset = np.frombuffer(b"".join(tokens), np.uint8), np.cumsum(length, dtype=np.int32) - length
     block = 1 << 16                                                 # ids at a time, so that work stays in the cache
+    blocks = [ids[i:i + block] for i in range(0, len(ids), block)]
+    if max(b.max() for b in blocks) > END_OF_TEXT:
+        fail(f"{path} holds id {ids.max()}, more than {END_OF_TEXT}; remove it, and it is fetched again")
+    data = np.empty(sum(int(length.take(b).sum()) for b in blocks), np.uint8)
+    token_start = np.zeros(len(data), bool) if mark else None
     count = np.arange(block * int(length.max()), dtype=np.int32)
-    pieces, first, starts, n = [], [], [], 0
-    for i in range(0, len(ids), block):
-        b = ids[i:i + block]
-        if b.max() > END_OF_TEXT:
-            fail(f"{path} holds id {b.max()}, more than {END_OF_TEXT}; remove it, and it is fetched again")
+    starts, n = [], 0
+    for b in blocks:
         steps = length.take(b)
         end = np.cumsum(steps, dtype=np.int32)
         starts.append(n + end[b == END_OF_TEXT])                    # such an id has no bytes: here the next document starts
         index = np.repeat(offset.take(b) - end + steps, steps)
         index += count[:len(index)]                                 # the byte's place in `flat`
-        pieces.append(flat.take(index, mode="clip"))
+        flat.take(index, mode="clip", out=data[n:n + len(index)])
         if mark:
-            bits = np.zeros(len(index), bool)
-            bits[(end - steps)[steps > 0]] = True
-            first.append(bits)
+            token_start[n + (end - steps)[steps > 0]] = True
         n += len(index)
-    data, starts = np.concatenate(pieces), np.unique(np.concatenate(starts))
-    del pieces
-    token_start = np.concatenate(first) if mark else None
-    del first
+    starts = np.unique(np.concatenate(starts))
     starts = starts[starts < n]                                     # an empty last document has nothing to read
     if min_doc_bytes:
         starts = starts[np.diff(np.append(starts, n)) >= min_doc_bytes]
