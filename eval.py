@@ -518,15 +518,16 @@ def summary(run):
     config, train, evals = run
     last, cfg = evals[-1], ModelConfig(**{f.name: run[0][f.name] for f in fields(ModelConfig)})
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in ByteLM(cfg).parameters())
+        model = ByteLM(cfg)
+    used = last["sampled_rate" if model.chunker.by_chance else "greedy_rate"]   # what it was scored with
     middle = lambda values: float(np.nanmedian(values)) if np.isfinite(values).any() else math.nan
     return {"bits per byte": last["bpb"], "early exit": last["early_bpb"], "greedy rate": last["greedy_rate"],
-            "sampled rate": last["sampled_rate"], "bytes a chunk": 1 / last["greedy_rate"] if last["greedy_rate"] else math.inf,
+            "sampled rate": last["sampled_rate"], "bytes a chunk": 1 / used if used else math.inf,
             "word-ends": last["word_end"], "elsewhere": last["other"],
             "std of A": middle([r["advantage_std"] for r in train[len(train) // 2:]]),   # second half of the run
             "gate SNR": middle([r["gate_snr"] for r in evals]), "kB/s": middle([r["kB_per_s"] for r in train]),
-            "MFLOP a byte": flops_per_byte(cfg, config["row_bytes"], last["sampled_rate"]) / 1e6,
-            "parameters": parameters, "MB seen": last["seen"] / 1e6}
+            "MFLOP a byte": flops_per_byte(cfg, config["row_bytes"], used) / 1e6,
+            "parameters": sum(p.numel() for p in model.parameters()), "MB seen": last["seen"] / 1e6}
 
 
 def command_compare(args):
@@ -540,7 +541,8 @@ def command_compare(args):
         if not evals or step(evals) < config["max_steps"]:
             print(f"left out: {folder} stands at step {step(evals)} of {config['max_steps']}", file=sys.stderr)
     digits = {"bits per byte": 4, "bytes a chunk": 2, "std of A": 2, "kB/s": 1, "MFLOP a byte": 2, "parameters": 0, "MB seen": 1}
-    lines, grouped = [], groups(runs)
+    score = lambda group: np.mean([run[2][-1]["bpb"] for run in group[1]])
+    lines, grouped = [], dict(sorted(groups(runs).items(), key=score))   # the best first
     for label, members in grouped.items():
         columns = [summary(run) for run in members]
         cells = []
@@ -548,10 +550,10 @@ def command_compare(args):
             x, d = np.array([c[name] for c in columns], dtype=float), digits.get(name, 3)
             spread = f" ± {x.std(ddof=1):.{d}f}" if len(x) > 1 and np.isfinite(x).all() and x.std() > 0.5 * 10 ** -d else ""
             cells.append("-" if np.isnan(x).all() else f"{x.mean():,.{d}f}{spread}")
-        seeds = " ".join(str(config["seed"]) for config, *_ in members)
+        seeds = " ".join(str(seed) for seed in sorted(config["seed"] for config, *_ in members))
         note = " (guidance: looks ahead)" if members[0][0]["chunker"] == "bpe" else ""
-        lines.append((np.mean([c["bits per byte"] for c in columns]), [label + note, seeds, *cells]))
-    table(["setting", "seeds", *summary(runs[0])], [cells for _, cells in sorted(lines, key=lambda line: line[0])])
+        lines.append([label + note, seeds, *cells])
+    table(["setting", "seeds", *summary(runs[0])], lines)
     if args.plot:
         plot(args.plot, grouped)
 
@@ -577,7 +579,7 @@ def plot(path, grouped):
         ax.fill_between(seen, y.min(0), y.max(0), color=line.get_color(), alpha=0.15, lw=0)
         last += y[:, -1].tolist()
     if np.isfinite(last).any():
-        ax.set_ylim(np.nanmin(last) - 0.05, np.nanmin(last) + 0.8)   # the first steps are far above: left out
+        ax.set_ylim(np.nanmin(last) - 0.05, np.nanmin(last) + 0.5)   # the first steps are far above: left out
     ax.set(xlabel="text seen in training, MB", ylabel="bits per byte, held-out text")
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)
