@@ -942,6 +942,14 @@ def test_checkpoints_move_between_compiled_and_eager(text_file, capsys):
     assert state("compiled")[0]["step"] == state("eager")[0]["step"] == 6
 
 
+def two_ranks(*command):
+    """torchrun on two processes; what they print is shown where they fail."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command],
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
 DDP_CODE = """
 import sys, torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
@@ -979,8 +987,7 @@ def test_two_processes_equal_one():
         alone.append((model, loss.detach()))
     torch.save(cases, "cases.pt")
     Path("ddp.py").write_text(DDP_CODE)
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp.py", str(HERE)],
-                   check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    two_ranks("ddp.py", str(HERE))
     for (model, loss), result in zip(alone, torch.load("results.pt", weights_only=True)):
         assert torch.allclose(result["loss"], loss, atol=1e-5), model.cfg.chunker
         for name, p in model.named_parameters():
@@ -991,9 +998,7 @@ def test_two_processes_equal_one():
 
 def test_training_on_two_ranks_equals_one(text_file):
     run(text_file, "--name", "one", "--dtype", "fp32")
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(HERE / "train.py"),
-                    *SMALL, "--data", text_file, "--name", "two", "--dtype", "fp32"],
-                   check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    two_ranks(str(HERE / "train.py"), *SMALL, "--data", text_file, "--name", "two", "--dtype", "fp32")
     (a, log_a), (b, log_b) = state("one"), state("two")
     for one, two in zip(log_a, log_b):
         assert one.keys() == two.keys()
