@@ -486,6 +486,9 @@ def command_sample(args, model, config, rank, world):
     print(decoder.decode(b"", final=True))
 
 
+NOT_A_SETTING = {"seed", "name", "out_dir", "data_dir", "device", "resume", "log_every", "eval_every", "save_every"}
+
+
 def read_run(folder):
     """A run's folder -> its config, train lines and eval lines; SystemExit(2) where these cannot be read."""
     try:
