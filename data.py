@@ -73,9 +73,13 @@ class Corpus:
     def __str__(self):
         return f"{len(self.data):,} bytes"
 
+    def by_document(self, T):
+        """Whether rows of T bytes start with documents and fill them."""
+        return self.doc_bytes > 0 and self.doc_bytes % T == 0
+
     def row_starts(self, T):
         """Stream positions of rows of T bytes that together hold the text once."""
-        if self.doc_bytes and self.doc_bytes % T == 0:
+        if self.by_document(T):
             return (self.shifted[:, None] + np.arange(0, self.doc_bytes, T)).ravel()
         return np.arange(0, len(self), T)
 
@@ -348,6 +352,7 @@ def read_shard(path, min_doc_bytes=0, mark=False):
     are packed. mark keeps the tokens' first bytes. Works block by block; needs two to four times the text's size.
     """
     try:
+        verify(path)
         ids = shard_ids(path)
     except (ValueError, OSError) as e:
         fail(f"{path} is not a shard ({e}); remove it, and it is fetched again")
@@ -355,8 +360,6 @@ def read_shard(path, min_doc_bytes=0, mark=False):
     flat, offset = np.frombuffer(b"".join(tokens), np.uint8), np.cumsum(length, dtype=np.int32) - length
     block = 1 << 16                                                 # ids at a time, so that work stays in the cache
     blocks = [ids[i:i + block] for i in range(0, len(ids), block)]
-    if max(b.max() for b in blocks) > END_OF_TEXT:
-        fail(f"{path} holds id {ids.max()}, more than {END_OF_TEXT}; remove it, and it is fetched again")
     data = np.empty(sum(int(length.take(b).sum()) for b in blocks), np.uint8)
     token_start = np.zeros(len(data), bool) if mark else None
     count = np.arange(block * int(length.max()), dtype=np.int32)
@@ -510,7 +513,7 @@ class Loader:
             fail(f"text too short: {corpus.name} has {len(corpus)} bytes to train on, one row takes {self.T}; "
                  f"give more text" + (f" or --row_bytes {len(corpus)}" if len(corpus) > 1 else ""))
         rng = np.random.default_rng((self.seed, epoch, shard))
-        if corpus.doc_bytes and corpus.doc_bytes % self.T == 0:
+        if corpus.by_document(self.T):
             starts = corpus.row_starts(self.T)
             self.starts = starts[rng.permutation(len(starts))]
         else:

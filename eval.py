@@ -303,9 +303,8 @@ def run_task(model, config, args, task, questions, rank, world):
 def summarise(results):
     """Results of one task -> its figures. Bits per byte: nats of the right options over their bytes, +- standard error."""
     best = lambda r, size: int(np.argmin([n / max(1, size(o)) for n, o in zip(r["nll"], r["options"])]))
-    share = lambda hits: float(np.mean(hits))
     one = len(results[0]["options"]) == 1   # lambada: nothing to choose from; right = every byte is the likeliest
-    right = lambda size: share([r["greedy"][0] if one else best(r, size) == r["gold"] for r in results])
+    right = lambda size: float(np.mean([r["greedy"][0] if one else best(r, size) == r["gold"] for r in results]))
     nats, size = (np.array([r[k][r["gold"]] for r in results]) for k in ("nll", "bytes"))
     rate, n = nats.sum() / size.sum(), len(results)
     error = math.sqrt(((nats - rate * size) ** 2).sum() * n / max(1, n - 1)) / size.sum()   # of a ratio of sums
@@ -326,7 +325,7 @@ def command_tasks(args, model, config, rank, world):
         found[name] = summarise(results)
         dump += results
     if rank == 0:
-        number = lambda x, d=3: "-" if x is None else f"{x:.{d}f}"
+        number = lambda x: f"{x:.3f}"
         note = " (guidance: looks ahead)" if model.cfg.chunker == "bpe" else ""
         table(["task", "n", "accuracy", "by bytes", "by characters", "bits per byte", "perplexity a word", "chunks a byte"],
               [[k + note, str(r["n"]), number(r["accuracy"]), number(r["acc_bytes"]), number(r["acc_chars"]),

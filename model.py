@@ -338,13 +338,14 @@ class Policy(Chunker):
         cfg = self.cfg
         l = self.logits(v, a)                                                           # (B, T)
         log_pi = F.logsigmoid(torch.where(a, l, -l))                                    # (B, T) log-probability of a
-        l_target = (l * free).sum() / count(free) * (batch_mean(p, free) - cfg.rate)
+        n_free = count(free)
+        l_target = (l * free).sum() / n_free * (batch_mean(p, free) - cfg.rate)
         n = 2 * pairs or len(a)   # rows that are judged: where there are twins, they alone; the others would only add noise
         with torch.no_grad():     # the reward is a number: no gradient reaches the heads through it
             R = -late + early if cfg.early_relative else -late                          # (B, T)
             A = discounted_sum(centre(R[:n], real[:n], pairs, cfg.batch_relative), cfg.gamma)               # (n, T)
             entropy = -(p * F.logsigmoid(l) + (1 - p) * F.logsigmoid(-l))
-            stats = dict(entropy=(entropy * free).sum() / count(free),
+            stats = dict(entropy=(entropy * free).sum() / n_free,
                          advantage_sq=(A ** 2 * free[:n]).sum() / count(free[:n]))
         l_pi = -(A * log_pi[:n] * free[:n]).sum() / count(real[:n])
         return cfg.lambda_pi * l_pi + cfg.lambda_target * l_target, stats
@@ -575,7 +576,8 @@ class ByteLM(nn.Module):
         real = y != NO_TARGET
         free = real.flip(1).cumsum(1).flip(1) > 0      # actions with a reward still to come ...
         free[:, 0] = False                             # ... and not the forced first one
-        l_auto, l_early = late.sum() / count(real), early.sum() / count(real)
+        n = count(real)
+        l_auto, l_early = late.sum() / n, early.sum() / n
         l_chunker, stats = self.chunker.loss(out["v"], a, out["p"], late.detach(), early.detach(), real, free, pairs)
         # differs from the paper's formula, L_auto + 0.1 L_early; its authors' code mixes 0.9 / 0.1, as here
         loss = (1 - cfg.lambda_early) * l_auto + cfg.lambda_early * l_early + l_chunker
@@ -590,7 +592,7 @@ class ByteLM(nn.Module):
         """
         d = self.cfg.n_embd // self.cfg.n_head
         rope = rotary_table(torch.tensor([s.t], device=x.device), d).unsqueeze(0)       # (1, 1, d/2)
-        s.byte_layers(s.t)
+        s.byte_layers()
         h = self.encoder(self.embed(x).unsqueeze(1), rope, caches=s.encoder)            # (B, 1, C)
         s.h, s.x = torch.cat([s.h[:, 1:], h], 1), torch.stack([s.x[:, 1], x], 1)        # (B, 2, C), (B, 2): the last two
         v = self.chunker.features(s.h, s.x, self.early_head(norm(s.h)), None, s.t - 1)  # (B, 2, ...)
@@ -639,7 +641,7 @@ class Stream:
 
     def __init__(self, model, B):
         cfg, weight = model.cfg, model.embed.weight
-        self.t, self.device = 0, weight.device
+        self.t = 0
         zeros = lambda *shape: torch.zeros(B, *shape, device=weight.device, dtype=weight.dtype)
         self.encoder, self.decoder, self.main = ([Cache(zeros, cfg) for _ in part.blocks]
                                                  for part in (model.encoder, model.decoder, model.main))
@@ -648,16 +650,18 @@ class Stream:
         self.x, self.bytes = torch.full((B, 2), SEPARATOR, device=weight.device), zeros(1)
         self.actions = zeros(cfg.policy_window - 1)
 
-    def byte_layers(self, t):
+    def byte_layers(self):
         """Byte t goes to slot t % window, over the byte that leaves the window."""
+        visible = torch.ones(1, min(self.t + 1, self.window), dtype=torch.bool, device=self.x.device)
         for cache in self.encoder + self.decoder:
-            cache.aim(slice(None), t % self.window, torch.arange(min(t + 1, self.window), device=self.device)[None] >= 0)
+            cache.aim(slice(None), self.t % self.window, visible)
 
     def main_layers(self, rows):
         """The next chunk of these rows goes behind the ones they have."""
         slot = self.chunks[rows]
+        visible = torch.arange(int(slot.max()) + 1, device=slot.device) <= slot[:, None]    # once for all layers: it waits
         for cache in self.main:
-            cache.aim(rows, slot, torch.arange(int(slot.max()) + 1, device=self.device) <= slot[:, None])
+            cache.aim(rows, slot, visible)
         self.chunks[rows] += 1
 
 
@@ -665,8 +669,7 @@ class Cache:
     """Keys and values (B,S,H,d) of one layer. aim says where the next go and which slots they may see; a call stores them."""
 
     def __init__(self, zeros, cfg):
-        self.zeros, self.heads = zeros, (cfg.n_head, cfg.n_embd // cfg.n_head)
-        self.k, self.v = zeros(16, *self.heads), zeros(16, *self.heads)
+        self.k, self.v = (zeros(16, cfg.n_head, cfg.n_embd // cfg.n_head) for _ in "kv")
 
     def aim(self, rows, slot, visible):
         self.rows, self.slot, self.visible = rows, slot, visible
