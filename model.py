@@ -8,22 +8,23 @@ Read from top to bottom; the file follows a byte from its embedding to the losse
                                                   │    │
                       policy: p = sigmoid(l), a ~ Bernoulli(p): "does a chunk end after this byte?"
                                                   │    │
-        downsample: keep h where a = 1 (B,M,C) <──┘    │
+        downsample: keep h where a = 1 (M,C) <────┘    │       the chunks of all rows, end to end: no padding
               │                                        │
-        main transformer over M chunks ──> c (B,M,C)   │
+        main transformer over M chunks ──> c (M,C)     │
               │                                        │
         upsample: every byte gets its last chunk ──> z = h + c ──> decoder ──> late head: log p(next byte)
 
 The draw of `a` has no gradient. It is trained as an action instead (score function, REINFORCE): its reward is
 how much better the late head predicts than the early exit, which never sees a boundary.
 
-Symbols: B rows, T bytes, M chunks, C width, H heads, d head size; x bytes, y targets, h and z byte states before and
+Symbols: B rows, T bytes, M chunks in all rows together, K in the fullest row, C width, H heads, d head size; x bytes, y targets, h and z byte states before and
 after the chunks, c chunk states; p probability of a boundary, l its logit, a action (1 = boundary), u uniform noise;
 R reward, A advantage, gamma discount. Losses are nats, computed in fp32 from the heads' logits (under bf16 autocast
 these carry a rounding of about 0.01 nats a byte).
 """
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,16 +93,19 @@ def norm(x, dtype=None):
 
 
 def rotary_table(t, d):
-    """Positions t (N,) -> (N, d/2) unit complex numbers exp(i * t * 10000^(-2k/d)), in fp32: bf16 would blur the angles."""
+    """Positions t (N,) -> (N, d/2, 2), cos and sin of t * 10000^(-2k/d), in fp32: bf16 would blur the angles."""
     freq = 10000.0 ** (-torch.arange(0, d, 2, device=t.device, dtype=torch.float32) / d)
     angle = torch.outer(t.float(), freq)
-    return torch.polar(torch.ones_like(angle), angle)
+    return torch.stack([angle.cos(), angle.sin()], -1)
 
 
 def rotate(x, rope):
-    """Rotary embedding: pairs of features turn with position. x (B,T,H,d) fp32, rope (B or 1,T,d/2) -> (B,T,H,d)."""
-    z = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * rope.unsqueeze(2)   # (B, T, H, d/2)
-    return torch.view_as_real(z).flatten(-2)                                          # (B, T, H, d)
+    """Rotary embedding: pairs of features turn with position. x (...,H,d) fp32, rope (...,d/2,2) -> (...,H,d)."""
+    pairs, rope = x.unflatten(-1, (-1, 2)), rope.unsqueeze(-3)                        # (..., H, d/2, 2), (..., 1, d/2, 2)
+    if not torch.compiler.is_compiling():   # complex products: three times faster than what follows, unless that is fused
+        return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope)).flatten(-2)
+    (a, b), (cos, sin) = pairs.unbind(-1), rope.unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)        # (..., H, d)
 
 
 def window_mask(B, T, window, device):
@@ -114,28 +118,29 @@ def window_mask(B, T, window, device):
     return mask.repeat(B, 1, 1).unsqueeze(1)                       # (B*n, 1, W, 2W)
 
 
-def window_attention(q, k, v, mask, window):
-    """Causal attention to the last `window` positions, the own included, at a cost of O(T * window), never T * T.
+def window_attention(q, k, v, mask):
+    """Causal attention to the last W positions, the own included, at a cost of O(T * W), never T * T.
 
-    q, k, v (B,T,H,d), mask from window_mask for at least B rows -> (B,T,H,d). The row is cut into blocks of W = window
-    bytes, which fold into the batch; each block attends to itself and the one before, which hold every key in reach:
+    q, k, v (B,T,H,d), mask from window_mask for at least B rows -> (B,T,H,d). The row is cut into blocks of W bytes, which
+    fold into the batch; each block attends to itself and the one before, which hold every key in reach:
 
         block          0      1      2
         queries      [abc]  [def]  [ghi]
         keys      [...abc][abcdef][defghi]
     """
     B, T, H, d = q.shape
-    n = -(-T // window)
+    W = mask.size(2)
+    n = -(-T // W)
 
     def fold(x, with_previous):
-        x = F.pad(x, (0, 0, 0, 0, 0, n * window - T)) if n * window > T else x
-        x = x.view(B, n, window, H, d)            # (B, n, W, H, d)
+        x = F.pad(x, (0, 0, 0, 0, 0, n * W - T)) if n * W > T else x
+        x = x.view(B, n, W, H, d)                 # (B, n, W, H, d)
         if with_previous:
             x = torch.cat([x.roll(1, 1), x], 2)   # (B, n, 2W, H, d); block 0 gets the last one, which the mask hides
         return x.flatten(0, 1).transpose(1, 2)    # (B*n, H, W or 2W, d)
 
     y = scaled_dot_product(fold(q, False), fold(k, True), fold(v, True), mask[:B * n])   # (B*n, H, W, d)
-    return y.transpose(1, 2).reshape(B, n * window, H, d)[:, :T]                         # (B, T, H, d)
+    return y.transpose(1, 2).reshape(B, n * W, H, d)[:, :T]                              # (B, T, H, d)
 
 
 def scaled_dot_product(q, k, v, mask=None):
@@ -147,29 +152,32 @@ def scaled_dot_product(q, k, v, mask=None):
 
 
 class Attention(nn.Module):
-    """x (B,N,C) -> (B,N,C): with a window over N = T bytes (mask from window_mask), else causal over N = M chunks."""
+    """Over bytes, x (B,T,C) -> (B,T,C), within the window of mask (from window_mask; None = all before). Over chunks,
+    x (M,C) -> (M,C), causal within each row: only here are rows padded, to K chunks."""
 
-    def __init__(self, cfg, window):
+    def __init__(self, cfg):
         super().__init__()
-        self.n_head, self.window = cfg.n_head, window
+        self.n_head = cfg.n_head
         self.qk = nn.Linear(cfg.n_embd, 2 * cfg.n_embd, bias=False)
         self.v = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         self.out = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
-    def forward(self, x, rope, mask, cache=None):
-        B, N, C = x.shape
+    def forward(self, x, rope, mask=None, chunks=None, cache=None):
         # differs from the paper: queries and keys are normed, so scores stay within +-sqrt(d) at any learning rate
-        qk = norm(self.qk(x).view(B, N, 2 * self.n_head, -1), torch.float32)         # (B, N, 2H, d)
-        q, k = rotate(qk, rope).view(B, N, 2, self.n_head, -1).unbind(2)             # (B, N, H, d) each
-        v = self.v(x).view(B, N, self.n_head, -1)                                    # (B, N, H, d)
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        qk = norm(self.qk(x).unflatten(-1, (2 * self.n_head, -1)), torch.float32)    # (..., 2H, d)
+        v = self.v(x).unflatten(-1, (self.n_head, -1))                               # (..., H, d)
+        qk = rotate(qk, rope).to(v.dtype)
+        if chunks:
+            qk, v = take(qk, chunks.slots), take(v, chunks.slots)                    # (B, K, 2H, d), (B, K, H, d)
+        q, k = qk.unflatten(2, (2, -1)).unbind(2)                                    # (B, N, H, d) each, N = T or K
         if cache:
             y = cache(q, k, v)
-        elif self.window:
-            y = window_attention(q, k, v, mask, self.window)
+        elif mask is not None:
+            y = window_attention(q, k, v, mask)
         else:
             y = scaled_dot_product(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
-        return self.out(y.reshape(B, N, C))                                          # y was (B, N, H, d)
+        y = y.flatten(2)                                                             # (B, N, C)
+        return self.out(take(y.flatten(0, 1), chunks.home) if chunks else y)         # (M, C) or (B, T, C)
 
 
 class MLP(nn.Module):
@@ -188,27 +196,27 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each with a norm before and after (paper, appendix); those after have a gain a channel."""
 
-    def __init__(self, cfg, hidden, window):
+    def __init__(self, cfg, hidden):
         super().__init__()
-        self.attn, self.attn_gain = Attention(cfg, window), nn.Parameter(torch.ones(cfg.n_embd))
+        self.attn, self.attn_gain = Attention(cfg), nn.Parameter(torch.ones(cfg.n_embd))
         self.mlp, self.mlp_gain = MLP(cfg.n_embd, hidden), nn.Parameter(torch.ones(cfg.n_embd))
 
-    def forward(self, x, rope, mask, cache=None):
-        x = torch.addcmul(x, norm(self.attn(norm(x), rope, mask, cache), x.dtype), self.attn_gain)
+    def forward(self, x, *where):
+        x = torch.addcmul(x, norm(self.attn(norm(x), *where), x.dtype), self.attn_gain)
         return torch.addcmul(x, norm(self.mlp(norm(x)), x.dtype), self.mlp_gain)
 
 
 class Transformer(nn.Module):
-    """A stack of blocks, x (B,N,C) -> (B,N,C): over bytes with a window, or (window 0) over chunks, fully causal.
-    The hidden width of the MLPs is mlp_ratio * C; 1 in byte layers and 4 in main layers, as in the paper."""
+    """A stack of blocks over bytes (B,T,C) or chunks (M,C); arguments as Attention's, but a cache a layer. The hidden width
+    of the MLPs is mlp_ratio * C; 1 in byte layers and 4 in main layers, as in the paper."""
 
-    def __init__(self, cfg, n_layer, mlp_ratio, window=0):
+    def __init__(self, cfg, n_layer, mlp_ratio):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(cfg, mlp_ratio * cfg.n_embd, window) for _ in range(n_layer))
+        self.blocks = nn.ModuleList(Block(cfg, mlp_ratio * cfg.n_embd) for _ in range(n_layer))
 
-    def forward(self, x, rope, mask=None, caches=None):
+    def forward(self, x, rope, mask=None, chunks=None, caches=None):
         for k, block in enumerate(self.blocks):
-            x = block(x, rope, mask, caches and caches[k])
+            x = block(x, rope, mask, chunks, caches and caches[k])
         return x
 
 
@@ -219,12 +227,12 @@ class Chunker(nn.Module):
     """The steps of every chunker, with what most of them share. They differ so (boundary m is at byte end_m):
 
                   features, sample: a_i = 1 where    pool: chunk m is    spread: byte i gets   soft, loss: trained by
-        rl        u <= p, p from h_i                 h at end_m          chunk g(i)            score function
-        hnet      p >= 1/2, p from h_{i-1}, h_i      h at end_m          smoothed chunk g(i)   straight-through, ratio loss
-        pooling   relaxed Bernoulli of h_i > 1/2     mean h up to end_m  chunk g(i)            straight-through, binomial prior
-        entropy   the early exit is unsure of byte   h at end_m          chunk g(i)            nothing; a threshold follows
+        rl        u <= p, p from h_i                 h at end_m          chunk of_i            score function
+        hnet      p >= 1/2, p from h_{i-1}, h_i      h at end_m          smoothed chunk of_i   straight-through, ratio loss
+        pooling   relaxed Bernoulli of h_i > 1/2     mean h up to end_m  chunk of_i            straight-through, binomial prior
+        entropy   the early exit is unsure of byte   h at end_m          chunk of_i            nothing; a threshold follows
                   i+1
-        space, stride, random, byte, bpe: a rule     h at end_m          chunk g(i)            nothing
+        space, stride, random, byte, bpe: a rule     h at end_m          chunk of_i            nothing
 
     A boundary at i reads bytes up to i only, so that byte i itself may already use its chunk; bpe alone looks ahead.
     """
@@ -251,13 +259,13 @@ class Chunker(nn.Module):
         """p (B,T) fp32 in 0..1, the boundary's probability or what stands for it; straight-through gradients enter here."""
         return a.float()
 
-    def pool(self, h, p, a, end, g):
-        """h (B,T,C), p from soft, a (B,T), end and g from chunk_index -> what the main transformer reads (B,M,C)."""
-        return take(h, end)
+    def pool(self, h, p, a, chunks):
+        """h (B,T,C), p from soft, a (B,T), chunks from chunk_index -> what the main transformer reads (M,C)."""
+        return take(h.flatten(0, 1), chunks.end)
 
-    def spread(self, c, p, a, end, g):
-        """c (B,M,C) from the main transformer -> what is added to h (B,T,C)."""
-        return take(c, g)
+    def spread(self, c, p, a, chunks):
+        """c (M,C) from the main transformer -> what is added to h (B,T,C)."""
+        return take(c, chunks.of)
 
     def decide(self, v, actions, t):
         """One byte at a time: the last two bytes' v (B,2,...), the w-1 actions before byte t (B,w-1) -> a_t (B,) bool."""
@@ -394,32 +402,43 @@ def sample_scan(v, threshold, piece=512):
 # ---------------------------------------------------------------------------------------------------------------------
 # between bytes and chunks
 
+class Chunks(NamedTuple):
+    """Where the chunks of a batch are; M of them, the rows' laid end to end, and K in the fullest row."""
+    end: torch.Tensor     # (M,) the byte of its boundary, counted through the batch: row * T + i
+    of: torch.Tensor      # (B,T) the chunk that a byte gets: the last that ends at or before it
+    slots: torch.Tensor   # (B,K) the chunks of each row, for attention
+    home: torch.Tensor    # (M,) where in slots each chunk is, row * K + k
+
+
 def chunk_index(a):
-    """Where chunks are, from actions a (B,T) bool with a[:,0] = 1 (without it, g would be -1).
+    """Actions a (B,T) bool with a[:,0] = 1 (a row without would get the chunks of the one before) -> Chunks.
 
-        byte i        0  1  2  3  4  5  6
-        a             1  0  0  1  0  1  0
-        g(i)          0  0  0  1  1  2  2      number of the last boundary at or before i
-        end           0  3  5                  byte of boundary m
+        byte of row 0  0  1  2  3  4  5  6     of row 1  7  8  9 10 11 12 13
+        a              1  0  0  1  0  1  0               1  0  1  0  0  0  0
+        of             0  0  0  1  1  2  2               3  3  4  4  4  4  4
+        end            0  3  5  7  9                     slots  [0 1 2] [3 4 *]      home  0 1 2 3 4
 
-    Returns end (B,M), g (B,T), M the largest count in the batch; shorter rows are padded with end 0, which is harmless:
-    padding comes last, so causal attention keeps it from every real chunk, and g never points to it.
+    M and K are rounded up, so that few shapes occur. Nothing reads the spare chunks (which end at byte 0) or what spare
+    slots (*) make of the neighbour's chunk they hold: they come last, and attention is causal.
     """
-    g = a.long().cumsum(1) - 1                                             # (B, T)
-    M = int(g[:, -1].max()) + 1                                            # the one host sync of a step
-    i = torch.arange(a.size(1), device=a.device).expand_as(g)              # (B, T)
-    end = i.new_zeros(a.size(0), M + 1)                                    # (B, M+1), a spare slot for non-boundaries
-    end.scatter_(1, torch.where(a, g, M), i)
-    return end[:, :M], g
+    B, T = a.shape
+    counts = a.sum(1)                                                      # (B,)
+    M, K = torch.stack([counts.sum(), counts.max()]).tolist()              # the one host sync of a step
+    M, K = -(-M // 32) * 32, -(-K // 8) * 8
+    of = a.flatten().cumsum(0) - 1                                         # (B*T,)
+    first = of[::T]                                                        # (B,) of each row
+    i = torch.arange(B * T, device=a.device)
+    end = of.new_zeros(M + 1)                                              # and one place for all that is no boundary
+    end = end.scatter_(0, torch.where(a.flatten(), of, M), i)[:M]          # (M,)
+    slots = first[:, None] + torch.arange(K, device=a.device)              # (B, K)
+    row = end // T                                                         # (M,)
+    return Chunks(end, of.view(B, T), slots.clamp(max=M - 1), row * K + of[end] - first[row])
 
 
 def take(x, index):
-    """out[b,k] = x[b, index[b,k]]: x (B,N,C), index (B,K) in 0..N-1 -> (B,K,C).
-
-    By flat row numbers: of the ways to gather rows, index_select has the fastest backward pass on a CPU."""
-    B, N, C = x.shape
-    index = index + N * torch.arange(B, device=x.device).unsqueeze(1)      # (B, K)
-    return x.reshape(B * N, C).index_select(0, index.flatten()).view(B, -1, C)
+    """x[index]: rows of x (N,C), by an index of any shape (...) -> (...,C). Of the ways to gather rows, index_select has the
+    fastest backward pass on a CPU."""
+    return x.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -512,11 +531,11 @@ class ByteLM(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.embed = nn.Embedding(VOCAB, cfg.n_embd)
-        self.encoder = Transformer(cfg, cfg.n_enc, 1, cfg.window)
+        self.encoder = Transformer(cfg, cfg.n_enc, 1)
         self.early_head = nn.Linear(cfg.n_embd, VOCAB, bias=False)
         self.chunker = dict(rl=Policy, hnet=HNet, pooling=Pooling).get(cfg.chunker, Rule)(cfg)
         self.main = Transformer(cfg, cfg.n_main, 4)
-        self.decoder = Transformer(cfg, cfg.n_dec, 1, cfg.window)
+        self.decoder = Transformer(cfg, cfg.n_dec, 1)
         self.late_head = nn.Linear(cfg.n_embd, VOCAB, bias=False)
         self.init_weights()
 
@@ -543,9 +562,9 @@ class ByteLM(nn.Module):
         Returns a dict: logits, early_logits (B,T,257), v (B,T,...), p (B,T), a (B,T) bool; with y also loss () and stats,
         a dict of detached scalars.
         """
-        d = self.cfg.n_embd // self.cfg.n_head
-        rope = rotary_table(torch.arange(x.size(1), device=x.device), d).unsqueeze(0)   # (1, T, d/2)
-        mask = window_mask(x.size(0) + pairs, x.size(1), self.cfg.window, x.device)
+        T, W, d = x.size(1), self.cfg.window, self.cfg.n_embd // self.cfg.n_head
+        rope = rotary_table(torch.arange(T, device=x.device), d).unsqueeze(0)           # (1, T, d/2, 2)
+        mask = window_mask(x.size(0) + pairs, T, W, x.device) if W < T else None
         h = self.encoder(self.embed(x), rope, mask)                                     # (B-pairs, T, C)
         early_logits = self.early_head(norm(h))                                         # (B-pairs, T, 257)
 
@@ -556,9 +575,10 @@ class ByteLM(nn.Module):
         a = self.chunker.sample(v, u)                                                   # (B, T)
         p = self.chunker.soft(v, a, u)                                                  # (B, T)
 
-        end, g = chunk_index(a)                                                         # (B, M), (B, T)
-        c = self.main(self.chunker.pool(h, p, a, end, g), rope[0, end])                 # (B, M, C)
-        z = self.decoder(h + self.chunker.spread(c, p, a, end, g), rope, mask)          # (B, T, C)
+        chunks = chunk_index(a)
+        c = self.chunker.pool(h, p, a, chunks)                                          # (M, C)
+        c = self.main(c, rope[0, chunks.end % T], chunks=chunks)                        # (M, C)
+        z = self.decoder(h + self.chunker.spread(c, p, a, chunks), rope, mask)          # (B, T, C)
         logits = self.late_head(norm(z))                                                # (B, T, 257)
         out = dict(logits=logits, early_logits=early_logits, v=v, p=p, a=a)
         if y is not None:
@@ -591,7 +611,7 @@ class ByteLM(nn.Module):
         Byte layers cost the same for every byte; the main transformer takes a step only in rows that place a boundary.
         """
         d = self.cfg.n_embd // self.cfg.n_head
-        rope = rotary_table(torch.tensor([s.t], device=x.device), d).unsqueeze(0)       # (1, 1, d/2)
+        rope = rotary_table(torch.tensor([s.t], device=x.device), d).unsqueeze(0)       # (1, 1, d/2, 2)
         s.byte_layers()
         h = self.encoder(self.embed(x).unsqueeze(1), rope, caches=s.encoder)            # (B, 1, C)
         s.h, s.x = torch.cat([s.h[:, 1:], h], 1), torch.stack([s.x[:, 1], x], 1)        # (B, 2, C), (B, 2): the last two
@@ -777,7 +797,7 @@ class HNet(Chunker):
         with torch.autocast(h.device.type, enabled=False):
             h = h.float()
             cos = F.cosine_similarity(self.q(h[:, :-1]), self.k(h[:, 1:]), -1)          # (B, T-1)
-        return F.pad(((1 - cos) / 2).clamp(0, 1), (1, 0), value=1.0)                    # (B, T) p, p_0 = 1
+        return F.pad(((1 - cos) / 2).clamp(1e-4, 1 - 1e-4), (1, 0), value=1.0)          # (B, T) p, p_0 = 1
 
     @torch.no_grad()
     def sample(self, v, u):
@@ -786,14 +806,14 @@ class HNet(Chunker):
     def soft(self, v, a, u):
         return v
 
-    def spread(self, c, p, a, end, g):
-        c = smooth(c, p.gather(1, end).clamp(1e-4, 1 - 1e-4))                           # (B, M, C)
+    def spread(self, c, p, a, chunks):
+        c = smooth(c, p.flatten()[chunks.end], chunks.slots.size(1))                    # (M, C)
         confidence = torch.where(a, p, 1 - p)
         confidence = 1 + (confidence - confidence.detach())                             # 1 forward, straight-through
-        return take(c, g) * confidence.unsqueeze(-1)                                    # (B, T, C)
+        return take(c, chunks.of) * confidence.unsqueeze(-1)                            # (B, T, C)
 
     def spread_step(self, c, p, a, s):
-        p = p.clamp(1e-4, 1 - 1e-4).unsqueeze(-1)
+        p = p.unsqueeze(-1)
         s.smoothed = torch.where(a.unsqueeze(-1), p * c + (1 - p) * s.smoothed, s.smoothed)
         return s.smoothed
 
@@ -805,15 +825,16 @@ class HNet(Chunker):
         return self.cfg.lambda_ratio * ratio, {}
 
 
-def smooth(c, p):
-    """Exponential moving average over chunks, s_m = p_m c_m + (1 - p_m) s_{m-1}: c (B,M,C), p (B,M) -> (B,M,C).
+def smooth(c, p, K):
+    """Exponential moving average over a row's chunks, s_m = p_m c_m + (1 - p_m) s_{m-1}: c (M,C), p (M,) -> (M,C). It starts
+    anew at each row, whose first p is 1.
 
-    In log2(M) doublings: s covers the last n chunks, keep is the weight of what came before them."""
-    p = p.unsqueeze(-1)                                                                 # (B, M, 1)
+    In log2(K) doublings: s covers the last n chunks, keep is the weight of what came before them."""
+    p = p.unsqueeze(-1)                                                                 # (M, 1)
     s, keep, n = p * c, 1 - p, 1
-    while n < c.size(1):
-        s = torch.cat([s[:, :n], s[:, n:] + keep[:, n:] * s[:, :-n]], 1)
-        keep = torch.cat([keep[:, :n], keep[:, n:] * keep[:, :-n]], 1)
+    while n < K:
+        s = torch.cat([s[:n], s[n:] + keep[n:] * s[:-n]])
+        keep = torch.cat([keep[:n], keep[n:] * keep[:-n]])
         n *= 2
     return s
 
@@ -848,17 +869,16 @@ class Pooling(Chunker):
             return torch.sigmoid(v)
         return torch.sigmoid((v - torch.logit(u, eps=1e-6)) / 0.5)   # logistic noise, temperature 1/2; > 1/2 where a = 1
 
-    def pool(self, h, p, a, end, g):
-        B, T, C = h.shape
-        M = end.size(1)
+    def pool(self, h, p, a, chunks):
+        M, C = len(chunks.end), h.size(2)
         hard = a + (p - p.detach())                                                     # a forward, straight-through
         before = hard.cumsum(1) - hard                                                  # boundaries before byte i
         weight = 1 + (before - before.detach())                                         # 1; carries that count's gradient
-        m = g + ~a                                                                      # chunk of byte i; it may stay open
-        m = (m + (M + 1) * torch.arange(B, device=h.device).unsqueeze(1)).flatten()     # (B*T,) flat row numbers
+        m = chunks.of + ~a                                                              # (B, T) chunk that byte i is in ...
+        m = torch.where(m > chunks.of[:, -1:], M, m).flatten()                          # ... M where the row leaves it open
         values = torch.cat([h.float() * weight.unsqueeze(-1), weight.unsqueeze(-1)], 2) # (B, T, C+1)
-        sums = values.new_zeros(B * (M + 1), C + 1).index_add(0, m, values.flatten(0, 1)).view(B, M + 1, C + 1)[:, :M]
-        return (sums[..., :-1] / sums[..., -1:].clamp(min=1e-9)).to(h.dtype)            # (B, M, C); padding unread
+        sums = values.new_zeros(M + 1, C + 1).index_add(0, m, values.flatten(0, 1))[:M] # (M, C+1)
+        return (sums[:, :-1] / sums[:, -1:].clamp(min=1e-9)).to(h.dtype)                # (M, C); spare ones unread
 
     def pool_step(self, h, a, s):
         s.sum, s.bytes = s.sum + h, s.bytes + 1                                         # of the open chunk

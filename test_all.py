@@ -263,12 +263,27 @@ def test_rows_do_not_depend_on_neighbours_and_padding_does_not_matter():
     other[3, 21:] = 7
     one, two = model(x, y, u), model(other, y, u)
     assert torch.allclose(one["loss"], two["loss"], atol=1e-6)
-    with torch.no_grad():                                       # huge activations in padding
-        h = torch.randn(2, 6, 4)
-        end, g = M.chunk_index(torch.tensor([[1, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]]).bool())
-        c = M.take(h, end)
-        c[1, 1:] = 1e4
-        assert torch.equal(M.take(c, g)[1], h[1, :1].expand(6, 4))
+
+
+@pytest.mark.parametrize("chunker", CAUSAL)
+def test_what_spare_chunks_and_slots_hold_does_not_matter(chunker, monkeypatch):
+    """Spare chunks get 1e4 where the main transformer reads them, so what spare slots hold of them changes as well."""
+    model = tiny(chunker=chunker)
+    (x, y), u = rows(3, 40), noise(3, 40)
+    pool, spare = model.chunker.pool, []
+
+    def filled(h, p, a, chunks):
+        c = pool(h, p, a, chunks)
+        used = (torch.arange(len(c)) < a.sum()).unsqueeze(1)
+        spare.append((~used).sum())
+        return torch.where(used, c, 1e4)
+
+    results = []
+    for f in (pool, filled):
+        monkeypatch.setattr(model.chunker, "pool", f)
+        loss = model(x, y, u)["loss"]
+        results.append([loss, *torch.autograd.grad(loss, [p for n, p in model.named_parameters() if "chunker" not in n])])
+    assert spare[0] > 0 and all(torch.equal(one, two) for one, two in zip(*results))
 
 
 @pytest.mark.parametrize("text", [b"T" * 500, b" " * 100, bytes(100), b"x", bytes(range(256)), b"a b c d e f " * 40, b"\xff\xfe" * 50],
@@ -299,26 +314,30 @@ def test_extreme_logits_stay_finite():
 # ---------------------------------------------------------------------------------------------------------------------
 # model: each part against a slow, obvious reference
 
-def test_chunk_index_and_take():
-    a = noise(4, 37) < 0.3
+@pytest.mark.parametrize("B,T,rate", [(4, 37, 0.3), (1, 1, 0), (3, 200, 1), (2, 50, 0)])
+def test_chunk_index_and_take(B, T, rate):
+    a = noise(B, T) < rate
     a[:, 0] = True
-    end, g = M.chunk_index(a)
-    h = torch.randn(4, 37, 6)
-    c = M.take(h, end)
-    up = M.take(c, g)
-    assert end.shape[1] == a.sum(1).max()
-    for b in range(4):
-        where = [t for t in range(37) if a[b, t]]
-        assert end[b, :len(where)].tolist() == where
-        assert torch.equal(c[b, :len(where)], h[b, where])
-        for t in range(37):
-            assert torch.equal(up[b, t], h[b, max(s for s in where if s <= t)])
+    chunks = M.chunk_index(a)
+    where = [(b, t) for b in range(B) for t in range(T) if a[b, t]]                         # row by row
+    n = len(where)
+    assert n <= len(chunks.end) < n + 32 and a.sum(1).max() <= chunks.slots.size(1) < a.sum(1).max() + 8
+    assert chunks.end[:n].tolist() == [b * T + t for b, t in where]
+    for b in range(B):
+        of = [max(m for m in range(n) if where[m] <= (b, t)) for t in range(T)]
+        assert chunks.of[b].tolist() == of and all(where[m][0] == b for m in of)
+        k = int(a[b].sum())
+        assert chunks.slots[b, :k].tolist() == [m for m in range(n) if where[m][0] == b]
+    assert chunks.slots.flatten()[chunks.home[:n]].tolist() == list(range(n))
+    assert 0 <= chunks.slots.min() and chunks.slots.max() < len(chunks.end) and chunks.home.max() < chunks.slots.numel()
+    x = torch.randn(len(chunks.end), 6)
+    assert torch.equal(M.take(x, chunks.slots), x[chunks.slots])
 
 
 @pytest.mark.parametrize("T,window", [(1, 4), (7, 4), (16, 4), (29, 8), (5, 64), (9, 1)])
 def test_window_attention(T, window):
     q, k, v = (torch.randn(2, T, 3, 8, requires_grad=True) for _ in range(3))
-    y = M.window_attention(q, k, v, M.window_mask(2, T, window, "cpu"), window)
+    y = M.window_attention(q, k, v, M.window_mask(2, T, window, "cpu"))
     i, j = torch.arange(T)[:, None], torch.arange(T)
     mask = (j <= i) & (j > i - window)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 8 ** 0.5
@@ -350,7 +369,9 @@ def test_sampler_equals_the_loop_over_bytes_bit_for_bit(w, T):
     assert torch.equal(policy.sample(v, u), a)
 
 
-def test_rotary_embedding():
+@pytest.mark.parametrize("compiling", [False, True])
+def test_rotary_embedding(compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     x = torch.randn(2, 5, 3, 8)
     y = M.rotate(x, M.rotary_table(torch.arange(5), 8).unsqueeze(0))
     for t, k in itertools.product(range(5), range(4)):
@@ -434,12 +455,14 @@ def test_bpe_boundaries_are_the_first_bytes_of_tokens():
 
 
 def test_smoothing_equals_the_loop_over_chunks():
-    c, p = torch.randn(3, 21, 5, dtype=torch.double), torch.rand(3, 21, dtype=torch.double)
-    s, expected = torch.zeros(3, 5, dtype=torch.double), []
-    for m in range(21):
-        s = p[:, m:m + 1] * c[:, m] + (1 - p[:, m:m + 1]) * s
+    starts = [0, 9, 10, 17]                                     # of rows
+    c, p = torch.randn(30, 5, dtype=torch.double), torch.rand(30, dtype=torch.double)
+    p[starts] = 1
+    s, expected = torch.full((5,), 1e9, dtype=torch.double), []
+    for m in range(30):
+        s = p[m] * c[m] + (1 - p[m]) * s
         expected.append(s)
-    assert torch.allclose(M.smooth(c, p), torch.stack(expected, 1), atol=1e-12)
+    assert torch.allclose(M.smooth(c, p, 13), torch.stack(expected), atol=1e-12)
 
 
 def test_hnet_routes_by_the_cosine_of_neighbours_and_keeps_confidence_at_one():
@@ -450,10 +473,10 @@ def test_hnet_routes_by_the_cosine_of_neighbours_and_keeps_confidence_at_one():
     assert torch.allclose(p[:, 1:], (1 - cos) / 2, atol=1e-6) and (p[:, 0] == 1).all()
     p = p.detach().requires_grad_()
     a = model.chunker.sample(p, None)
-    end, g = M.chunk_index(a)
-    c = torch.randn(2, end.size(1), 32)
-    out = model.chunker.spread(c, p, a, end, g)
-    assert torch.allclose(out, M.take(M.smooth(c, p.gather(1, end).clamp(1e-4, 1 - 1e-4)), g), atol=1e-6)
+    chunks = M.chunk_index(a)
+    c = torch.randn(len(chunks.end), 32)
+    out = model.chunker.spread(c, p, a, chunks)
+    assert torch.allclose(out, M.take(M.smooth(c, p.flatten()[chunks.end], 9), chunks.of), atol=1e-6)
     grad, = torch.autograd.grad(out.sum(), p)
     skipped = ~a                                                # there the confidence is 1 - p, and nothing else sees p
     assert torch.allclose(grad[skipped], -out.sum(-1)[skipped], atol=1e-4)
@@ -482,8 +505,8 @@ def test_pooling_equals_dense_assignment_matrices_in_value_and_gradient():
     def ours(l):
         a = model.chunker.sample(l, u)
         p = model.chunker.soft(l, a, u)
-        end, g = M.chunk_index(a)
-        return model.chunker.spread(model.chunker.pool(h, p, a, end, g), p, a, end, g), a, p
+        chunks = M.chunk_index(a)
+        return model.chunker.spread(model.chunker.pool(h, p, a, chunks), p, a, chunks), a, p
 
     def dense(l):
         _, a, p = ours(l)
