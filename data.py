@@ -23,9 +23,11 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 import time
 import warnings
 import zipfile
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,20 @@ def fail(message):
     end.reason = " ".join(str(message).splitlines())
     print("error:", end.reason, file=sys.stderr, flush=True)
     raise end
+
+
+def in_background(call, *args):
+    """Run call(*args) in a thread of its own -> Future. Unlike an executor's threads, it never holds up the program's end."""
+    future = Future()
+
+    def work():
+        try:
+            future.set_result(call(*args))
+        except BaseException as e:   # SystemExit, too: whoever asks for the result gets it
+            future.set_exception(e)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,12 +294,13 @@ def prose(text):
 # FineWeb: shards of GPT-2 tokens, fetched, verified, and turned into bytes
 
 class Shards:
-    """Shards of a dataset as a sequence of corpora, each fetched and read when it is first asked for; two stay in memory."""
+    """Shards of a dataset as a sequence of corpora. Asked for one, it fetches and reads the next in the background; three stay
+    in memory."""
 
     def __init__(self, repo, data_dir, numbers, min_doc_bytes):
         self.folder = os.path.join(data_dir, repo.split("/")[-1])
         self.repo, self.numbers, self.min_doc_bytes, self.marked = repo, numbers, min_doc_bytes, False
-        self.corpus = functools.lru_cache(2)(self.read)
+        self.corpora = {}   # index: Future of a Corpus
 
     def __len__(self):
         return len(self.numbers)
@@ -292,7 +309,13 @@ class Shards:
         return f"{len(self)} shards in {self.folder}"
 
     def __getitem__(self, k):
-        return self.corpus(k)
+        near = [i % len(self) for i in (k, k + 1, k - 1)]
+        self.corpora = {i: f for i, f in self.corpora.items() if i in near and not (f.done() and f.exception())}   # try again
+        for i in near[:2]:
+            if i not in self.corpora:
+                self.corpora[i] = in_background(self.read, i)
+            corpus = self.corpora[k].result()   # before the next one is begun
+        return corpus
 
     def mark_tokens(self):
         self.marked = True
@@ -311,7 +334,8 @@ def fetch_shard(number, folder, repo=REPO):
 
 
 def shard_ids(path):
-    """A shard's ids, memory-mapped uint16 (n,); ValueError with the reason where the file is not a whole shard."""
+    """A shard's ids, uint16 (n,), read into memory: what happens to the file later does not matter. ValueError with the reason
+    where it is not a whole shard with ids in range."""
     size = os.path.getsize(path)
     if size < HEADER_BYTES:
         raise ValueError(f"only {size} bytes")
@@ -319,20 +343,20 @@ def shard_ids(path):
     if header[0] != MAGIC or header[1] != VERSION:
         page = bytes(header.tobytes()[:200]).lstrip()[:1] == b"<"
         raise ValueError("a web page" if page else f"magic {header[0]}, version {header[1]}, not {MAGIC} and {VERSION}")
-    if header[2] < 1 or size != HEADER_BYTES + 2 * int(header[2]):
+    ids = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES)
+    if header[2] < 1 or len(ids) != header[2] or size != HEADER_BYTES + 2 * len(ids):
         raise ValueError(f"{size} bytes, but {HEADER_BYTES + 2 * int(header[2])} by its header")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+    if ids.max() > END_OF_TEXT:
+        raise ValueError(f"id {ids.max()}, more than {END_OF_TEXT}")
+    return ids
 
 
 def verify(path, sha256=None):
-    """ValueError with the reason where the file is not a whole shard, with ids in range and (if given) this hash."""
-    ids = shard_ids(path)
-    for i in range(0, len(ids), 1 << 22):
-        if ids[i:i + (1 << 22)].max() > END_OF_TEXT:
-            raise ValueError(f"id {ids[i:i + (1 << 22)].max()}, more than {END_OF_TEXT}")
+    """How many ids a shard has; ValueError with the reason where it is not whole, or its hash not this one."""
+    n = len(shard_ids(path))
     if sha256:
         check_hash(path, sha256)
-    return len(ids)
+    return n
 
 
 def check_hash(path, sha256):
@@ -352,7 +376,6 @@ def read_shard(path, min_doc_bytes=0, mark=False):
     are packed. mark keeps the tokens' first bytes. Works block by block; needs two to four times the text's size.
     """
     try:
-        verify(path)
         ids = shard_ids(path)
     except (ValueError, OSError) as e:
         fail(f"{path} is not a shard ({e}); remove it, and it is fetched again")
@@ -453,14 +476,14 @@ def download(url, f, name, token):
                     f.truncate(0)
                     have = 0
                 total = have + int(r.headers.get("Content-Length", 0))
-                begin, shown, start = time.time(), 0.0, have
+                begin, shown, start = time.monotonic(), 0.0, have
                 for piece in r.iter_content(1 << 16):
                     f.write(piece)
                     have += len(piece)
                     if have > most:   # progress
                         most, tries = have, 0
-                    if time.time() - shown > 0.5 or have == total:
-                        shown = time.time()
+                    if time.monotonic() - shown > 0.5 or have == total:
+                        shown = time.monotonic()
                         speed = (have - start) / max(shown - begin, 1e-3)
                         left = max(total - have, 0) / max(speed, 1)
                         print(f"\r{name}: {have / 1e6:.0f} of {total / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s, {left:.0f} s left   ",
@@ -503,6 +526,7 @@ class Loader:
 
     def __init__(self, text, T, seed, place=(0, 0, 0)):
         self.text, self.T, self.seed = text if isinstance(text, Shards) else [text], T, seed
+        self.lock = threading.Lock()   # the next batch is read in the background
         self.places = [tuple(place)]   # (epoch, shard, number of its first row) of what has been visited, in order
         self.enter(*place)
 
@@ -529,16 +553,17 @@ class Loader:
     def rows(self, first, count):
         """Rows first .. first+count-1, as Corpus.window."""
         parts = []
-        while count:
-            if self.place(first) != self.here:
-                self.enter(*self.place(first))
-            while first >= self.end:
-                epoch, shard = divmod(self.here[0] * len(self.text) + self.here[1] + 1, len(self.text))
-                self.places.append((epoch, shard, self.end))
-                self.enter(*self.places[-1])
-            part = self.starts[first - self.here[2]:][:count]
-            parts.append(self.corpus.window(part, self.T))
-            first, count = first + len(part), count - len(part)
+        with self.lock:
+            while count:
+                if self.place(first) != self.here:
+                    self.enter(*self.place(first))
+                while first >= self.end:
+                    epoch, shard = divmod(self.here[0] * len(self.text) + self.here[1] + 1, len(self.text))
+                    self.places.append((epoch, shard, self.end))
+                    self.enter(*self.places[-1])
+                part = self.starts[first - self.here[2]:][:count]
+                parts.append(self.corpus.window(part, self.T))
+                first, count = first + len(part), count - len(part)
         return parts[0] if len(parts) == 1 else tuple(None if t[0] is None else torch.cat(t) for t in zip(*parts))
 
 

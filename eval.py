@@ -61,8 +61,9 @@ def read_checkpoint(path):
             raise ValueError("its weights are not all finite numbers")
         return ckpt
     except Exception as e:   # a broken file can break torch.load in many ways; all of them mean the same here
-        fail(f"not a readable checkpoint: {path} ({str(e).splitlines()[0] if str(e) else type(e).__name__}); "
-             f"it may be damaged or from another program")
+        before = path.with_name("previous.pt")
+        fail(f"not a readable checkpoint: {path} ({str(e).splitlines()[0] if str(e) else type(e).__name__}); it may be damaged or "
+             f"from another program" + (f"; the one before it is {before}: copy it here to go on from there" if before.exists() else ""))
 
 
 def load_weights(model, weights, path):
@@ -274,7 +275,7 @@ def questions_of(task, args, rank, world):
 def run_task(model, config, args, task, questions, rank, world):
     """-> one result a question, of all ranks: dict(task, id, context, options, gold, nll, bytes, greedy, boundaries, total)."""
     questions = questions[rank::world]
-    results, begin = [], time.time()
+    results, begin = [], time.monotonic()
     for i in range(0, len(questions), 64):
         some, pairs = questions[i:i + 64], []
         for _, context, options, _ in some:
@@ -291,7 +292,7 @@ def run_task(model, config, args, task, questions, rank, world):
                                 total=sum(len(c) + len(o) for c, o in (next(pairs) for _ in options))))
         if rank == 0 and sys.stderr.isatty():
             done = len(results)
-            print(f"\r{task}: {done} of {len(questions)}, {(time.time() - begin) / done * (len(questions) - done):.0f} s left  ",
+            print(f"\r{task}: {done} of {len(questions)}, {(time.monotonic() - begin) / done * (len(questions) - done):.0f} s left  ",
                   end="" if done < len(questions) else "\n", file=sys.stderr, flush=True)
     if world > 1:
         parts = [None] * world

@@ -246,8 +246,8 @@ class Chunker(nn.Module):
         pass
 
     def features(self, h, x, early_logits, token_start, first=0):
-        """What decides: h (B,T,C), x (B,T), early_logits (B,T,257), token_start (B,T) bool or None, and the position of the
-        first byte -> v (B,T,...)."""
+        """What decides: normed h (B,T,C), x (B,T), early_logits (B,T,257), token_start (B,T) bool or None, and the position of
+        the first byte -> v (B,T,...)."""
         raise NotImplementedError
 
     def sample(self, v, u):
@@ -306,9 +306,9 @@ class Policy(Chunker):
         nn.init.zeros_(self.linear.bias)
 
     def features(self, h, x=None, early_logits=None, token_start=None, first=0):
-        """h (B,T,C) -> scaled v (B,T,w) in fp32."""
+        """Normed h (B,T,C) -> scaled v (B,T,w) in fp32."""
         with torch.autocast(h.device.type, enabled=False):
-            return self.cfg.gate_scale * self.linear(norm(h.float()))
+            return self.cfg.gate_scale * self.linear(h.float())
 
     def logits(self, v, a):
         """v (B,T,w) and actions a (B,T) -> capped logits l (B,T), all positions at once."""
@@ -566,9 +566,10 @@ class ByteLM(nn.Module):
         rope = rotary_table(torch.arange(T, device=x.device), d).unsqueeze(0)           # (1, T, d/2, 2)
         mask = window_mask(x.size(0) + pairs, T, W, x.device) if W < T else None
         h = self.encoder(self.embed(x), rope, mask)                                     # (B-pairs, T, C)
-        early_logits = self.early_head(norm(h))                                         # (B-pairs, T, 257)
+        normed = norm(h)                                                                # (B-pairs, T, C)
+        early_logits = self.early_head(normed)                                          # (B-pairs, T, 257)
 
-        v = self.chunker.features(h, x, early_logits, token_start)                      # (B-pairs, T, ...)
+        v = self.chunker.features(normed, x, early_logits, token_start)                 # (B-pairs, T, ...)
         if pairs:   # twins share everything up to here
             twice = lambda t: None if t is None else torch.cat([t[:pairs], t])
             h, early_logits, v, y = twice(h), twice(early_logits), twice(v), twice(y)   # (B, T, ...)
@@ -615,7 +616,8 @@ class ByteLM(nn.Module):
         s.byte_layers()
         h = self.encoder(self.embed(x).unsqueeze(1), rope, caches=s.encoder)            # (B, 1, C)
         s.h, s.x = torch.cat([s.h[:, 1:], h], 1), torch.stack([s.x[:, 1], x], 1)        # (B, 2, C), (B, 2): the last two
-        v = self.chunker.features(s.h, s.x, self.early_head(norm(s.h)), None, s.t - 1)  # (B, 2, ...)
+        normed = norm(s.h)
+        v = self.chunker.features(normed, s.x, self.early_head(normed), None, s.t - 1)  # (B, 2, ...)
         a = self.chunker.decide(v, s.actions, s.t) | (s.t == 0)                         # (B,)
         if self.cfg.policy_window > 1:
             s.actions = torch.cat([s.actions[:, 1:], a.unsqueeze(1)], 1)
@@ -853,7 +855,7 @@ class Pooling(Chunker):
 
     def features(self, h, x, early_logits, token_start, first=0):
         with torch.autocast(h.device.type, enabled=False):
-            return self.mlp(norm(h.float())).squeeze(-1)                                # (B, T) logits l
+            return self.mlp(h.float()).squeeze(-1)                                      # (B, T) logits l
 
     @torch.no_grad()
     def sample(self, v, u):

@@ -2,6 +2,7 @@
 Everything the project promises, checked on a CPU without network, GPU or compiler: python -m pytest -q test_all.py
 One section a file: model, data, train, eval. Names say what holds.
 """
+import contextlib
 import hashlib
 import http.server
 import io
@@ -879,9 +880,9 @@ def test_training_on_shards_reads_them_in_turn(letters, hub, capsys):
     place = loader.place(14)
     assert place == (0, 1, 12) and torch.equal(data.Loader(text, 32, 1, place).rows(14, 3)[1], loader.rows(14, 3)[1])
     reads, read = [], text.read
-    text.corpus = lambda k: reads.append(k) or read(k)
-    loader.rows(30, 2), loader.rows(20, 2)                      # a look ahead, and back: one shard each
-    assert len(reads) <= 3
+    text.read = lambda k: reads.append(k) or read(k)
+    loader.rows(30, 2), loader.rows(20, 2)                      # a look ahead, and back: both are in memory
+    assert not reads
     assert [p for p, *_ in hub.log] == [f"/datasets/kjj0/fineweb10B-gpt2/resolve/main/fineweb_{n}.bin" for n in ("val_000000", "train_000001", "train_000002")]
     train.main([*SMALL, "--data", "fineweb", "--data_dir", "d", "--shards", "2", "--min_doc_bytes", "64", "--row_bytes", "32", "--name", "f"])
     one = state("f")
@@ -913,7 +914,7 @@ def state(run_name):
     """A run's checkpoint and its log without what depends on the clock."""
     ckpt = torch.load(f"out/{run_name}/ckpt.pt", weights_only=True)
     log = [json.loads(line) for line in open(f"out/{run_name}/log.jsonl")]
-    return ckpt, [{k: v for k, v in row.items() if k != "kB_per_s"} for row in log]
+    return ckpt, [{k: v for k, v in row.items() if k not in ("kB_per_s", "data_wait")} for row in log]
 
 
 def same(one, two):
@@ -965,9 +966,9 @@ def test_checkpoints_move_between_compiled_and_eager(text_file, capsys):
     assert state("compiled")[0]["step"] == state("eager")[0]["step"] == 6
 
 
-def two_ranks(*command):
-    """torchrun on two processes; what they print is shown where they fail."""
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command],
+def ranks(n, *command):
+    """torchrun on n processes; what they print is shown where they fail."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *command],
                           env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout
@@ -979,23 +980,23 @@ sys.path.insert(0, sys.argv[1])
 from model import ByteLM, ModelConfig
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
-rank = dist.get_rank()
-results = []
+rank, world = dist.get_rank(), dist.get_world_size()
+n, results = 16 // world, []
 for case in torch.load("cases.pt", weights_only=True):
     model = ByteLM(ModelConfig(**case["cfg"]))
     model.load_state_dict(case["model"])
     ddp = DistributedDataParallel(model)
-    out = ddp(*(case[k][8 * rank:8 * rank + 8] for k in "xyu"))
+    out = ddp(*(case[k][n * rank:n * rank + n] for k in "xyu"))
     out["loss"].backward()
     loss = out["loss"].detach()
     dist.all_reduce(loss)
-    results.append(dict(loss=loss / 2, grads={n: p.grad for n, p in model.named_parameters()}, buffers=dict(model.named_buffers())))
+    results.append(dict(loss=loss / world, grads={n: p.grad for n, p in model.named_parameters()}, buffers=dict(model.named_buffers())))
 if rank == 0:
     torch.save(results, "results.pt")
 """
 
 
-def test_two_processes_equal_one():
+def test_two_and_four_processes_equal_one():
     torch.set_num_threads(1)
     (x, y), u = rows(16, 24), noise(16, 24)
     y[torch.rand(16, 24) < 0.2] = NO_TARGET                     # ranks hold different numbers of targets
@@ -1010,24 +1011,125 @@ def test_two_processes_equal_one():
         alone.append((model, loss.detach()))
     torch.save(cases, "cases.pt")
     Path("ddp.py").write_text(DDP_CODE)
-    two_ranks("ddp.py", str(HERE))
-    for (model, loss), result in zip(alone, torch.load("results.pt", weights_only=True)):
-        assert torch.allclose(result["loss"], loss, atol=1e-5), model.cfg.chunker
-        for name, p in model.named_parameters():
-            assert torch.allclose(result["grads"][name], p.grad, atol=1e-5, rtol=1e-4), (model.cfg.chunker, name)
-        for name, buffer in model.named_buffers():
-            assert torch.allclose(result["buffers"][name].float(), buffer.float(), atol=0.02), (model.cfg.chunker, name)
+    for n in (2, 4):
+        ranks(n, "ddp.py", str(HERE))
+        for (model, loss), result in zip(alone, torch.load("results.pt", weights_only=True)):
+            assert torch.allclose(result["loss"], loss, atol=1e-5), (n, model.cfg.chunker)
+            for name, p in model.named_parameters():
+                assert torch.allclose(result["grads"][name], p.grad, atol=1e-5, rtol=1e-4), (n, model.cfg.chunker, name)
+            for name, buffer in model.named_buffers():
+                assert torch.allclose(result["buffers"][name].float(), buffer.float(), atol=0.02), (n, model.cfg.chunker, name)
 
 
-def test_training_on_two_ranks_equals_one(text_file):
+def test_training_may_change_the_number_of_ranks(text_file):
+    """Ten steps on two ranks, ten on one or two, against twenty on one."""
     run(text_file, "--name", "one", "--dtype", "fp32")
-    two_ranks(str(HERE / "train.py"), *SMALL, "--data", text_file, "--name", "two", "--dtype", "fp32")
-    (a, log_a), (b, log_b) = state("one"), state("two")
+    ranks(2, str(HERE / "train.py"), *SMALL, "--data", text_file, "--name", "two", "--dtype", "fp32", "--accum_steps", "2",
+          "--batch_relative", "false", "--max_steps", "2")      # micro-steps too
+    ranks(2, str(HERE / "train.py"), *SMALL, "--data", text_file, "--name", "moved", "--dtype", "fp32", "--save_every", "10")
+    os.replace("out/moved/previous.pt", "out/moved/ckpt.pt")    # of step 10
+    assert torch.load("out/moved/ckpt.pt", weights_only=True)["step"] == 10
+    train.main(["--resume", "--name", "moved"])
+    (a, log_a), (b, log_b) = state("one"), state("moved")
+    assert a["step"] == b["step"] == 20 and a["row"] == b["row"] and len(log_a) == len(log_b)
     for one, two in zip(log_a, log_b):
         assert one.keys() == two.keys()
         for key in ("late_bpb", "rate", "bpb", "word_end"):
             if one.get(key) is not None:
                 assert one[key] == pytest.approx(two[key], rel=1e-3), (one["step"], key)
+
+
+LEFT_CODE = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+import train
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+over = train.watch_ranks(rank, 2, patience=2)
+if rank == 1:
+    if sys.argv[2] == "stop":
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+def launch(command, n=2):
+    """n ranks without torchrun, so that nobody else ends the others."""
+    port = str(random.SystemRandom().randint(20000, 60000))
+    return [subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(n),
+                                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}) for r in range(n)]
+
+
+def test_a_rank_that_dies_or_hangs_makes_the_others_leave_with_a_line(text_file):
+    first, second = launch([str(HERE / "train.py"), *SMALL, "--data", text_file, "--max_steps", "100000", "--name", "d"])
+    assert any(line.startswith("step 3/") for line in first.stdout)
+    second.kill()
+    assert first.wait(60) == 2 and "--resume" in first.stderr.read()
+    Path("left.py").write_text(LEFT_CODE)                       # nobody waits in a collective: the watch alone notices
+    first, second = launch(["left.py", str(HERE), "stop"])
+    os.kill(int(second.stdout.readline()), signal.SIGSTOP)
+    assert first.wait(30) == 2 and "rank 1 is gone" in first.stderr.read()
+    second.kill()
+
+
+def test_one_host_read_a_step_and_no_new_graph_in_200_steps(capsys):
+    cfg = train.TrainConfig(**{**TINY, "dtype": "fp32"})
+    model = tiny()
+    optimizer = torch.optim.AdamW(M.param_groups(model, 1e-3, 1e-3, 0.1), fused=True)
+
+    def step(k):
+        (x, y), u = rows(8, 32, k), noise(8, 32, k) ** (1 + k % 7)                          # from few boundaries to many
+        return train.train_step(cfg, model, model, optimizer, [(x, y, None)], [u])
+    with train.HostReads() as reads:
+        step(0)
+    assert reads.n == 1
+    train.compile_parts(model, torch.device("cpu"))
+    if "no working compiler" in capsys.readouterr().out:
+        pytest.skip("no C++ compiler here")
+    counted = torch._dynamo.utils.counters["stats"]
+    for k in range(10):
+        step(k)
+    warm = counted["unique_graphs"]
+    lengths = set()
+    index = M.chunk_index
+    M.chunk_index = lambda a: lengths.add(tuple(t.numel() for t in index(a))) or index(a)
+    try:
+        for k in range(200):
+            step(k)
+    finally:
+        M.chunk_index = index
+    assert counted["unique_graphs"] == warm and len(lengths) > 3
+
+
+@pytest.mark.parametrize("chunker,w", [("rl", 3)] + [(c, 1) for c in M.CHUNKERS])
+def test_nothing_but_chunk_index_reads_from_the_device(chunker, w, monkeypatch):
+    """On the meta device, where there are no values, every other read would raise."""
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: [32, 16])
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
+    with torch.device("meta"):
+        model = ByteLM(ModelConfig(**TINY, chunker=chunker, policy_window=w))
+        x = torch.zeros(4, 20, dtype=torch.long)
+        model(x, x, torch.rand(4, 20), token_start=x > 0)["loss"].backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_bench(text_file, monkeypatch, capsys):
+    monkeypatch.setattr(train, "BENCH_SECONDS", 0)
+    train.main([*SMALL, "--bench", "byte", "--accum_steps", "2", "--pairs", "2"])
+    out = capsys.readouterr().out
+    rows_ = [[c.strip() for c in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
+    assert [r[0] for r in rows_[:4] if "-" not in r[0]] == ["chunker", "rl", "byte"]
+    rl, byte = dict(zip(rows_[0], rows_[2])), dict(zip(rows_[0], rows_[3]))
+    assert float(rl["against the first"]) == 1 and byte["rate"] == "1.000" and rl["host reads"] == "2"   # of two micro-steps
+    assert {"encoder", "policy, sampling, rewards", "main", "decoder", "heads and losses", "backward", "optimiser", "all else"} <= {r[0] for r in rows_}
+    shares = [float(r[2].strip("%")) for r in rows_ if len(r) == 3 and r[2].endswith("%")]
+    assert sum(shares) == pytest.approx(100, abs=1)
+    assert not os.path.exists("out") and not os.path.exists("data")
 
 
 def test_init_from_takes_weights_and_shape_only(text_file):
@@ -1080,6 +1182,92 @@ def test_bad_settings(text_file, capsys, flags, words):
     fails(capsys, lambda: train.main([*SMALL, "--data", text_file, *flags]), *words)
 
 
+def test_a_step_that_is_not_finite_changes_nothing():
+    cfg = train.TrainConfig(**{**TINY, "dtype": "fp32"})
+    model = tiny()
+    optimizer = torch.optim.AdamW(M.param_groups(model, 1e-2, 1e-2, 0.1), fused=True)
+    (x, y), u = rows(4, 20), noise(4, 20)
+    step = lambda: train.train_step(cfg, model, model, optimizer, [(x, y, None)], [u])
+    content = lambda: [t.clone() for t in [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]]
+    *_, bad = step()
+    before = content()
+    assert not bad
+    hook = model.main.blocks[0].attn.out.weight.register_hook(lambda g: g * math.inf)
+    _, health, bad = step()
+    assert bad and all(torch.equal(a, b) for a, b in zip(before, content()))
+    assert train.illness(model, 7, *[health[0].item(), health[1:].tolist()]) == f"step 7: loss {health[0]:.3g}, no finite gradient in main"
+    hook.remove()
+    *_, bad = step()
+    assert not bad and not all(torch.equal(a, b) for a, b in zip(before, content()))
+
+
+def test_ten_bad_steps_in_a_row_end_a_run_and_keep_the_checkpoint(text_file, monkeypatch, capsys):
+    losses = ByteLM.losses
+    calls = itertools.count(1)
+
+    def broken(self, out, y, pairs):                            # evaluations do not come here, the gate's SNR does: 8 times
+        loss, stats = losses(self, out, y, pairs)
+        k = next(calls) - 8
+        return loss * (math.nan if k == 3 or k > 6 else 1), stats
+    monkeypatch.setattr(ByteLM, "losses", broken)
+    fails(capsys, lambda: run(text_file, "--name", "sick", "--eval_every", "100", "--save_every", "6", "--max_steps", "50"),
+          "step 16: loss nan", "no finite gradient in embed, encoder", "10 steps in a row")
+    assert torch.load("out/sick/ckpt.pt", weights_only=True)["step"] == 12
+    assert [row["step"] for row in map(json.loads, open("out/sick/log.jsonl")) if row.get("skipped")] == [3, *range(7, 17)]
+    one, two = (torch.load(f"out/sick/{n}.pt", weights_only=True)["model"] for n in ("ckpt", "previous"))
+    assert all(torch.equal(one[k], two[k]) for k in one)        # steps 7 to 12 were skipped
+
+
+def test_collapsed_boundaries_are_warned_of(text_file, monkeypatch, capsys):
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *args: {**evaluate(*args), "sampled_rate": 0.001})
+    run(text_file, "--eval_every", "5")                         # evaluations at 0, 5, 10, 15, 20
+    out = capsys.readouterr().out
+    assert out.count("warning: for") == 3 and "for 3 evaluations" in out and "--lambda_target" in out
+    run(text_file, "--eval_every", "5", "--chunker", "stride")
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_signal_during_evaluation_and_a_clock_that_goes_backwards(text_file, monkeypatch, capsys):
+    evaluate, clock = train.evaluate, itertools.count(2e9, -100)
+    monkeypatch.setattr(train.time, "time", lambda: next(clock))
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*args)
+    run(text_file, "--name", "whole")
+    monkeypatch.setattr(train, "evaluate", interrupted)
+    run(text_file, "--name", "torn")
+    assert "stopped by SIGTERM at step 1 and saved" in capsys.readouterr().out
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    train.main(["--resume", "--name", "torn"])
+    same(state("whole"), state("torn"))
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(text_file, kills=int(os.environ.get("KILLS", 2))):
+    """SIGKILL at random moments of a run that saves after every step. KILLS=30 python -m pytest test_all.py -k killed"""
+    flags = ["--max_steps", str(60 * kills), "--log_every", "1", "--eval_every", "1000"]
+    run(text_file, "--name", "whole", *flags)
+    command = [sys.executable, str(HERE / "train.py"), *SMALL, "--data", text_file, "--name", "torn", *flags, "--save_every", "1"]
+    for k in range(kills):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        for line in process.stdout:                             # wait for its second step
+            if line.startswith("step") and len(os.listdir("out/torn")) > 2:
+                break
+        try:
+            process.wait(random.uniform(0, 0.6))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        assert process.wait() == -signal.SIGKILL
+        evaluation.read_checkpoint("out/torn")
+        command = [sys.executable, str(HERE / "train.py"), "--resume", "--name", "torn"]
+    train.main(["--resume", "--name", "torn"])
+    one, two = state("whole"), state("torn")
+    same((one[0], []), (two[0], []))
+    assert [r["step"] for r in one[1]] == [r["step"] for r in two[1]]
+    assert evaluation.read_checkpoint("out/torn/previous.pt")["step"] == 60 * kills - 1
+
+
 class Payload:
     """Unpickled, it would run a command."""
     def __reduce__(self):
@@ -1126,9 +1314,11 @@ def test_bad_files(text_file, tmp_path, capsys):
     assert json.loads(Path("out/taken/config.json").read_text())["data"] == text_file   # no failure touched it
     assert Path("out/taken/ckpt.pt").read_bytes() == before and sorted(os.listdir("out")) == ["taken"]
     at = before.index(b"PK\x01\x02") // 2                      # somewhere in a tensor
-    for broken in (before[:len(before) // 2], before[:at] + bytes(b ^ 255 for b in before[at:at + 9]) + before[at + 9:]):
+    for broken in (*(before[:k * len(before) // 10] for k in range(10)), before[:at] + bytes(b ^ 255 for b in before[at:at + 9]) + before[at + 9:]):
         Path("out/taken/ckpt.pt").write_bytes(broken)
         fails(capsys, lambda: train.main(["--resume", "--name", "taken"]), "not a readable checkpoint")
+    Path("out/taken/previous.pt").write_bytes(before)
+    fails(capsys, lambda: evaluation.main(["bpb", "out/taken", "--data", text_file]), "previous.pt: copy it here")
     ckpt = torch.load(io.BytesIO(before), weights_only=True)
     for key, value in (("step", -1), ("model", {"embed.weight": torch.full((257, 32), math.nan)}), ("optimizer", None),
                        ("config", {**ckpt["config"], "n_embd": "32"})):
@@ -1429,7 +1619,7 @@ def test_two_ranks_score_like_one(trained, bench):
     command = [str(HERE / "eval.py"), "all", trained, "--bench_dir", str(bench)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     one = subprocess.run([sys.executable, *command, "--json", "1.json"], check=True, capture_output=True, text=True, env=environment).stdout
-    two = two_ranks(*command, "--json", "2.json", "--batch_size", "2")
+    two = ranks(2, *command, "--json", "2.json", "--batch_size", "2")
     assert one == two
     for (name, a), b in zip(json.loads(Path("1.json").read_text()).items(), json.loads(Path("2.json").read_text()).values()):
         assert all(v == b[k] or v == pytest.approx(b[k], rel=1e-5) for k, v in a.items()), name

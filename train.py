@@ -4,12 +4,14 @@ Train a byte-level language model that learns its own tokens.
     python train.py                                    a laptop: the tiny preset on documentation you already have
     python train.py --data my_text.txt --max_steps 500     your own file, folder or glob
     python train.py --resume                           go on where the newest run stopped
+    python train.py --bench --preset 20m               time a step instead, and see where its time goes
     torchrun --nproc_per_node=8 train.py               eight GPUs: the 147m preset on FineWeb
 
 Every setting is a field of TrainConfig (or of ModelConfig, in model.py) and a flag of the same name. What a run writes
-is in out/<run>: ckpt.pt, config.json and log.jsonl, one JSON object a line.
+is in out/<run>: ckpt.pt and the one before it, previous.pt; config.json; and log.jsonl, one JSON object a line.
 """
 import argparse
+import contextlib
 import ctypes
 import difflib
 import glob
@@ -19,18 +21,25 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
+import statistics
 import sys
+import threading
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from data import REPO, SHARDS, Loader, fail, load
-from eval import boundaries, cut, evaluate, find_device, load_weights, plain_streams, read_checkpoint
-from model import CHUNKERS, ByteLM, ModelConfig, all_sum, flops_per_byte, param_groups
+import model as model_file
+from data import REPO, SHARDS, Loader, fail, in_background, load
+from eval import boundaries, cut, evaluate, find_device, load_weights, plain_streams, read_checkpoint, table
+from model import CHUNKERS, SEPARATOR, ByteLM, ModelConfig, all_sum, flops_per_byte, param_groups
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,6 +80,7 @@ class TrainConfig(ModelConfig):
     eval_every: int = 500         # steps between evaluations
     eval_bytes: int = 1000000     # held-out bytes an evaluation reads at most
     save_every: int = 500         # steps between checkpoints
+    bench: str = "no"             # --bench times steps on made-up text and ends; --bench NAME in turns with that chunker
 
 
 # paper, appendix: sizes, learning rates and warm-up; steps = its bytes / (rows * T)
@@ -86,7 +96,7 @@ PRESETS = {
                 max_steps=6485, warmup_steps=477, lr=2e-3),
     "147m": dict(),   # the defaults above
 }
-CHOICES = dict(preset=["auto", *PRESETS], chunker=CHUNKERS, dtype=["auto", "bf16", "fp32"], compile=["auto", "on", "off"],
+CHOICES = dict(preset=["auto", *PRESETS], chunker=CHUNKERS, bench=["no", "alone", *CHUNKERS], dtype=["auto", "bf16", "fp32"], compile=["auto", "on", "off"],
                schedule=["cosine", "wsd"])
 LEAST = dict(shards=1, n_embd=2, n_head=1, window=1, policy_window=1, row_bytes=2, batch_rows=1, accum_steps=1,
              log_every=1, eval_every=1, save_every=1, eval_bytes=1)   # all other numbers start at 0
@@ -109,6 +119,8 @@ def parse_flags(argv):
     parser.error = lambda message: fail(f"{message.replace('argument ', '')}; see python train.py --help")
     for f in fields(TrainConfig):
         kind = dict(type=true_or_false, nargs="?", const=True) if f.type is bool else dict(type=f.type)
+        if f.name == "bench":
+            kind |= dict(nargs="?", const="alone")
         text = f"{comment[f.name]} (default {f.default})".replace("%", "%%")
         parser.add_argument(f"--{f.name}", help=text, metavar=f.name.upper(), **kind)
     given, unknown = parser.parse_known_args(argv)
@@ -219,28 +231,41 @@ def keep_freed_memory():
         pass   # another C library: nothing to tell
 
 
-def compiler_works(device):
-    """Compile a trifle. Compilers fail in many ways (none installed, no triton, no headers); all mean: run eagerly."""
+def compile_parts(model, device):
+    """Compile in place and part by part, so that the names in a checkpoint stay as they are. Before that a trifle: compilers
+    fail in many ways (none installed, no triton, no headers), and all mean: run eagerly."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
-        return True
     except Exception as e:
         print(f"no working compiler ({type(e).__name__}): running eagerly", flush=True)
-        return False
+        return
+    model.encoder.compile()
+    model.decoder.compile()
+    model.main.compile(dynamic=True)   # one graph for any number of chunks, which changes from step to step
 
 
 def save(path, **content):
-    """Write a checkpoint beside its place, flush it to the disk, then rename: a kill leaves the old or the new one."""
-    tmp = f"{path}.tmp"
+    """Write a checkpoint beside its place, flush it to the disk, then rename; what was there becomes previous.pt. A kill at
+    any moment leaves a whole one under either name."""
+    tmp, before = f"{path}.tmp", os.path.join(os.path.dirname(path), "previous.pt")
     try:
         with open(tmp, "wb") as f:
             torch.save(content, f)
             f.flush()
             os.fsync(f.fileno())
+        if os.path.exists(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(before + ".tmp")
+            try:
+                os.link(path, before + ".tmp")
+            except OSError:   # no links on this file system
+                shutil.copyfile(path, before + ".tmp")
+            os.replace(before + ".tmp", before)
         os.replace(tmp, path)
     except (OSError, RuntimeError) as e:   # torch turns a full disk into a RuntimeError
-        if os.path.exists(tmp):
-            os.remove(tmp)
+        for name in (tmp, before + ".tmp"):
+            with contextlib.suppress(OSError):
+                os.remove(name)
         fail(f"cannot save {path} ({str(e).splitlines()[0]}); the last good checkpoint is kept")
 
 
@@ -291,13 +316,74 @@ def clock(seconds):
     return f"{seconds // 3600}h{seconds // 60 % 60:02d}m" if seconds >= 3600 else f"{seconds // 60}m{seconds % 60:02d}s"
 
 
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}   # bf16, dense
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}   # bf16
 
 
 def peak_flops(device, world):
-    """FLOP/s that all GPUs have together, or None where that is not known."""
+    """FLOP/s that all GPUs have together, dense bf16 with fp32 sums, or None where that is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((v * 1e12 * world for k, v in PEAK_TFLOPS.items() if k in name), None)
+
+
+def train_step(cfg, model, trained, optimizer, batches, noise, twins=0):
+    """One step on a rank's micro-batches (x, y, token_start) and their noise (micro-steps, rows, T).
+
+    Returns, on the device, so that nobody waits: the stats, means over micro-steps; then the loss and each part's gradient
+    norm (8,); and whether any of these is no finite number. Then weights and optimiser stay as they were, on all ranks.
+    """
+    stats, loss = {}, 0
+    for k, ((x, y, token_start), u) in enumerate(zip(batches, noise)):
+        if trained is not model:   # before forward, or it has no effect
+            trained.require_backward_grad_sync = k == len(batches) - 1
+        with torch.autocast(u.device.type, torch.bfloat16, enabled=cfg.dtype == "bf16"):
+            result = trained(x, y, u, twins, token_start)
+        (result["loss"] / len(batches)).backward()
+        stats = {name: stats.get(name, 0) + value / len(batches) for name, value in result["stats"].items()}
+        loss = loss + result["loss"].detach() / len(batches)
+    parts = [list(part.parameters()) for part in model.children()]
+    norms = [get_total_norm([p.grad for p in part]) if part else torch.zeros_like(loss) for part in parts]
+    health = torch.stack([all_sum(loss), *norms])
+    bad = ~health.sum().isfinite()
+    clip_grads_with_norm_(model.parameters(), cfg.grad_clip or math.inf, health[1:].norm())
+    optimizer.found_inf = bad.float()   # AdamW's own switch, made for GradScaler: 1 = skip
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return stats, health, bad
+
+
+def illness(model, step, loss, norms):
+    """What was not finite in a step, in words."""
+    names = [name for (name, _), norm in zip(model.named_children(), norms) if not math.isfinite(norm)]
+    where = f"no finite gradient in {', '.join(names)}" if names else "finite gradients"
+    return f"step {step}: loss {loss:.3g}, {where}"
+
+
+def watch_ranks(rank, world, patience=30):
+    """A thread that ends this process where another rank has not been heard of for `patience` seconds: collectives alone would
+    wait for it far longer. Returns an Event that ends the watch. Ranks meet at torchrun's store."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    names, over = [f"alive/{r}" for r in range(world)], threading.Event()
+    store.set(names[rank], "0")
+    dist.barrier()   # all names are there
+
+    def watch():
+        heard, beat = {}, 0   # rank -> its last word and when it came
+        while not over.wait(1):
+            beat += 1
+            try:
+                store.set(names[rank], str(beat))
+                for r, word in enumerate(store.multi_get(names)):
+                    if heard.get(r, [None])[0] != word:
+                        heard[r] = word, time.monotonic()
+                lost = [f"rank {r}" for r, (_, when) in heard.items() if time.monotonic() - when > patience]
+            except RuntimeError:
+                lost = ["the ranks' meeting point"]
+            if lost and not over.is_set():
+                print(f"error: {lost[0]} is gone, rank {rank} leaves too; start again with --resume", file=sys.stderr, flush=True)
+                os._exit(2)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return over
 
 
 def gate_snr(model, loader, row, b, twins, seed, rank, world, micro=8):
@@ -335,6 +421,166 @@ def look(model, text, cfg, rank, world):
     return e, lines
 
 
+SETTINGS_OF_RATE = dict(rl="raise --lambda_target, or lower --gate_lr", hnet="raise --lambda_ratio", pooling="raise --lambda_prior")
+
+
+def collapsed(e):
+    """Whether an evaluation's boundaries are (almost) nowhere or everywhere."""
+    return not 0.01 <= e["sampled_rate"] <= 0.95 or e["greedy_rate"] in (0.0, 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --bench: how fast is a step, and where does its time go?
+
+BENCH_SECONDS = 30
+
+
+class HostReads(torch.overrides.TorchFunctionMode):
+    """Counts calls that make the host wait for a value of the device."""
+    n = 0
+
+    def __torch_function__(self, call, types, args=(), kwargs=None):
+        waits = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero"}
+        self.n += getattr(call, "__name__", "") in waits
+        return call(*args, **(kwargs or {}))
+
+
+def matmul_rate(device, dtype, n=2048):
+    """FLOP/s of square matrix products here, the median of 50."""
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    return 2 * n ** 3 / statistics.median(seconds_of(device, lambda: a @ a) for _ in range(50))
+
+
+def seconds_of(device, call):
+    """How long call() takes, with the device's work in it."""
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    sync()
+    begin = time.perf_counter()
+    call()
+    sync()
+    return time.perf_counter() - begin
+
+
+def seconds_by_part(device, model, optimizer, call):
+    """Run call(), a step, with a clock around each of its parts -> {part: seconds}; a part within another counts once."""
+    seconds, inner = {}, [0.0]
+
+    def timed(part, f):
+        def run(*args, **kwargs):
+            out = []
+            inner.append(0.0)
+            took = seconds_of(device, lambda: out.append(f(*args, **kwargs)))
+            seconds[part] = seconds.get(part, 0.0) + took - inner.pop()
+            inner[-1] += took
+            return out[0]
+        return run
+
+    policy, heads = "policy, sampling, rewards", "heads and losses"
+    with contextlib.ExitStack() as stack:
+        part_of = dict(encoder="encoder", main="main", decoder="decoder", early_head=heads, late_head=heads)
+        stack.enter_context(patch.dict(model.__dict__, {name: timed(part, getattr(model, name)) for name, part in part_of.items()}))
+        for owner, name, part in ((model.chunker, "features", policy), (model.chunker, "sample", policy), (model.chunker, "soft", policy),
+                                  (model.chunker, "loss", policy), (model_file, "chunk_index", policy), (model, "losses", heads),
+                                  (torch.autograd, "backward", "backward"), (optimizer, "step", "optimiser")):
+            stack.enter_context(patch.object(owner, name, timed(part, getattr(owner, name))))
+        timed("all else", call)()
+    return seconds
+
+
+def bench(cfg, device):
+    """Time steps on made-up words with untrained weights, of cfg's chunker and perhaps of another in turns; print tables."""
+    n, T, K = cfg.batch_rows // cfg.accum_steps - cfg.pairs // cfg.accum_steps, cfg.row_bytes, cfg.accum_steps
+    graphs = torch._dynamo.utils.counters["stats"]
+    sides = [cfg]
+    if cfg.bench != "alone":   # byte: a plain GPT over bytes, all of whose layers see the whole row
+        window = T if cfg.bench == "byte" else cfg.window
+        sides.append(replace(cfg, chunker=cfg.bench, window=window, pairs=cfg.pairs if cfg.bench == "rl" else 0))
+
+    def made(k):
+        g = torch.Generator(device).manual_seed(k)
+        random = lambda rows: torch.rand(K, rows, T, generator=g, device=device)
+        y = torch.where(random(n) < 0.18, 32, 97 + (26 * random(n)).long())                   # letters and blanks
+        x = torch.nn.functional.pad(y[..., :-1], (1, 0), value=SEPARATOR)
+        return list(zip(x, y, x == 32)), random(n + cfg.pairs // K)
+
+    def prepared(side):
+        torch.manual_seed(side.seed)
+        model = ByteLM(side).to(device)
+        optimizer = torch.optim.AdamW(param_groups(model, 0.0, 0.0, 0.0), lr=0.0, fused=True)   # weights stay
+        if side.compile == "on" or side.compile == "auto" and device.type == "cuda":
+            compile_parts(model, device)
+        step = lambda k: train_step(side, model, model, optimizer, *made(k), side.pairs // K)
+        for k in range(5):
+            print(f"\rwarm-up of {side.chunker}: step {k + 1} of 5  ", end="", file=sys.stderr, flush=True)
+            step(k)
+        return side, model, optimizer, step, []
+
+    before = graphs["unique_graphs"]
+    sides = [prepared(side) for side in sides]
+    compiled = graphs["unique_graphs"] - before
+    begin, k = time.monotonic(), 5
+    while k < 10 or time.monotonic() - begin < BENCH_SECONDS and k < 205:
+        for side, model, optimizer, step, times in sides if k % 2 else sides[::-1]:
+            times.append(seconds_of(device, lambda: step(k)))
+        k += 1
+        print(f"\rround {k - 5}, {time.monotonic() - begin:.0f} s{' ' * 20}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    more = graphs["unique_graphs"] - before - compiled
+
+    dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
+    peak, against = peak_flops(device, 1) if cfg.dtype == "bf16" else None, "what this GPU can do by its maker's word"
+    if not peak:
+        peak, against = matmul_rate(device, dtype), f"this machine's own {cfg.dtype} matrix products"
+    rows, C = [], cfg.n_embd
+    for side, model, optimizer, step, times in sides:
+        with HostReads() as reads, torch.compiler.set_stance("force_eager"):
+            step(k)
+        (x, y, starts), u = made(k)[0][0], made(k)[1][0]
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            a = model(x, None, u[:len(x)], token_start=starts)["a"]
+        chunks, counts = model_file.chunk_index(a), a.sum(1).double()
+        B, longest = chunks.slots.shape
+        useful = 96 * C * C * counts.sum() + 6 * C * (counts ** 2).sum()                      # FLOPs of a main layer
+        spent = 96 * C * C * len(chunks.end) + 6 * C * B * longest ** 2
+        speed = [K * n * T / t for t in times]
+        ratio = statistics.median(one / two for one, two in zip(speed, [K * n * T / t for t in sides[0][4]]))
+        rate = float(a.double().mean())
+        flops = statistics.median(speed) * (1 + side.pairs / (K * n)) * flops_per_byte(side, T, rate)
+        rows.append([side.chunker, f"{statistics.median(speed) / 1e3:.1f}", f"{ratio:.3f}", f"{1e3 * statistics.median(times):.0f}",
+                     f"{min(times) * 1e3:.0f} to {max(times) * 1e3:.0f}", f"{rate:.3f}", f"{1 - useful / spent:.1%}",
+                     f"{flops / peak:.1%}", str(reads.n), f"{sum(p.numel() for p in model.parameters()):,}"])
+    print(f"preset {cfg.preset}, {device.type}, {torch.get_num_threads()} threads, {cfg.dtype}, torch {torch.__version__}, rows "
+          f"{K * n} x {T} bytes, {len(times)} rounds\n")
+    table(["chunker", "kB/s, median", "against the first", "ms a step", "range", "rate", "padding in main", "MFU", "host reads", "parameters"], rows)
+    print(f"\nMFU against {against}: {peak / 1e12:.2f} TFLOP/s. Compiled graphs: {compiled}, and {more} after warm-up.")
+    if device.type == "cuda":
+        print(f"Peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB.")
+    else:
+        with contextlib.suppress(ImportError):   # Windows
+            import resource
+            print(f"Peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB.")
+
+    side, model, optimizer, step, _ = sides[0]
+    saved = {}   # storages that the backward pass needs
+
+    def keep(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.compiler.set_stance("force_eager"):
+        step(k)
+    weights = sum(saved.get(p.untyped_storage().data_ptr(), 0) for p in model.parameters())
+    print(f"Run eagerly, the backward pass needs {(sum(saved.values()) - weights) / (n + cfg.pairs // K) / 1e6:.1f} MB a row.\n")
+    parts = [seconds_by_part(device, model, optimizer, lambda: step(k + i)) for i in range(5)]
+    middle = {part: statistics.median(p[part] for p in parts) for part in parts[0]}
+    total = sum(middle.values())
+    order = sorted(middle, key=lambda part: (part == "all else", list(middle).index(part)))
+    table(["part", "ms", "share"], [[part, f"{1e3 * middle[part]:.1f}", f"{middle[part] / total:.1%}"] for part in order])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the whole
+
 def main(argv=None):
     # -- set-up
     plain_streams()
@@ -355,11 +601,15 @@ def main(argv=None):
 
     keep_freed_memory()
     device = torch.device(cfg.device)
+    if cfg.bench != "no":
+        return bench(cfg, device)
     if world > 1:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")   # evaluation sums on the CPU
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"   # evaluation sums on the CPU
+        dist.init_process_group(backend, timeout=timedelta(hours=2))          # a download may take long; the dead are noticed below
+        watch = watch_ranks(rank, world)
     wait = dist.barrier if world > 1 else lambda: None
     if rank == 0:
         out = run_folder(cfg)
@@ -384,7 +634,7 @@ def main(argv=None):
         load_weights(model, ckpt["model"], cfg.init_from or cfg.name)
     model.to(device)
     optimizer = torch.optim.AdamW(param_groups(model, cfg.lr, cfg.gate_lr, cfg.weight_decay), lr=cfg.lr,
-                                  betas=(cfg.beta1, cfg.beta2), fused=device.type != "mps")
+                                  betas=(cfg.beta1, cfg.beta2), fused=True)
     start, row = 0, 0   # steps done; the next row of the loader
     if cfg.resume:
         start, row = ckpt["step"], ckpt["row"]
@@ -393,16 +643,12 @@ def main(argv=None):
             fail(f"--max_steps {cfg.max_steps}: {cfg.name} is at step {start} already; give {start} or more")
         say(f"resuming {cfg.name} at step {start}")
     del ckpt
-    if (cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda") and compiler_works(device):
-        model.encoder.compile()   # in place and part by part: the names in a checkpoint stay as they are
-        model.decoder.compile()
-        model.main.compile(dynamic=True)   # the number of chunks changes from step to step
+    if cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda":
+        compile_parts(model, device)
     trained = DistributedDataParallel(model) if world > 1 else model   # gradients go through this; all else uses `model`
-    say(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{flops_per_byte(cfg, cfg.row_bytes, cfg.rate) / 1e6:.1f} MFLOP a byte at rate {cfg.rate:g}")
+    say(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
     if cfg.warmup_steps > cfg.max_steps // 2:
         say(f"note: warm-up cut from {cfg.warmup_steps} to {cfg.max_steps // 2} steps, half the run")
-    autocast = lambda: torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bf16")
     peak = peak_flops(device, world)
 
     # -- the run's folder, made when nothing else can fail
@@ -418,7 +664,7 @@ def main(argv=None):
 
     def record(**values):
         if rank == 0:
-            log.write(json.dumps({k: None if v != v else v for k, v in values.items()}) + "\n")   # JSON has no NaN
+            log.write(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}) + "\n")
 
     def keep(step):
         save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(),
@@ -427,8 +673,17 @@ def main(argv=None):
     # -- the loop: one pass more than there are steps, so that the end is evaluated and saved
     parts = world * cfg.accum_steps
     b = cfg.batch_rows // parts   # rows a rank computes in a micro-step
-    begin = clock_start = time.time()
-    paused, seen = 0.0, 0   # since the last log line: seconds not spent training, bytes of text
+    twins_at = lambda step: cfg.pairs // parts if step < cfg.pair_steps else 0
+
+    def read(row, n):
+        """This rank's micro-batches of n rows each from `row` on; read in the background while the step before runs."""
+        batches = [loader.rows(row + (micro * world + rank) * n, n) for micro in range(cfg.accum_steps)]
+        return [[t.pin_memory() if device.type == "cuda" and t is not None else t for t in batch] for batch in batches]
+
+    begin = clock_start = time.monotonic()
+    paused, waited, seen = 0.0, 0.0, 0   # since the last log line: seconds not spent training, spent on the data; bytes of text
+    ahead, collapses = None, 0           # the next batch; evaluations in a row with collapsed boundaries
+    streak, skipped, culprit = (torch.zeros(n, device=device) for n in (1, 1, 9))   # of steps that were not finite; the last
     for step in range(start, cfg.max_steps + 1):
         last = step == cfg.max_steps
         stopping = bool(stop)
@@ -436,63 +691,73 @@ def main(argv=None):
             asked = step % cfg.log_every == 0 or last
             stopping = asked and bool(all_sum(torch.tensor(float(stopping), device=device)))
 
-        pause = time.time()
-        twins = cfg.pairs // parts if step < cfg.pair_steps else 0
+        pause = time.monotonic()
+        twins = twins_at(step)
         if (step % cfg.eval_every == 0 or last) and not (cfg.resume and step == start):
-            with autocast():
+            with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bf16"):
                 e, lines = look(model, val_text, cfg, rank, world)
                 snr = gate_snr(model, loader, row, b, twins, cfg.seed * 1000003 + step, rank, world)
             say(f"eval {step}: " + "\n".join(lines))
             record(step=step, kind="eval", seen=row * cfg.row_bytes, gate_snr=snr, **e)
+            collapses = collapses + 1 if cfg.chunker in SETTINGS_OF_RATE and collapsed(e) else 0
+            if collapses >= 3:
+                say(f"warning: for {collapses} evaluations boundaries are almost nowhere or everywhere; {SETTINGS_OF_RATE[cfg.chunker]}")
         if rank == 0 and (step % cfg.save_every == 0 and step > start or last or stopping):
             keep(step)
-        paused += time.time() - pause
+        paused += time.monotonic() - pause
         if last or stopping:
             break
 
-        # one step; rank and micro-step choose this slice of the global batch and of its noise
+        # the batch; rank and micro-step choose this slice of the global batch and of its noise
+        waits = time.monotonic()
+        try:
+            batches = (ahead or in_background(read, row, b - twins)).result()
+        except SystemExit:   # a shard cannot be had, and says so; nothing is lost
+            if rank == 0:
+                keep(step)
+            raise
+        waited += time.monotonic() - waits
+        row += parts * (b - twins)
+        seen += parts * (b - twins) * cfg.row_bytes
+        ahead = in_background(read, row, b - twins_at(step + 1)) if step + 1 < cfg.max_steps else None
+        batches = [[None if t is None else t.to(device, non_blocking=True) for t in batch] for batch in batches]
+        generator = torch.Generator(device).manual_seed(cfg.seed * 1000003 + step)
+        u = torch.rand(cfg.batch_rows, cfg.row_bytes, generator=generator, device=device)
+        u = u.view(cfg.accum_steps, world, b, cfg.row_bytes)[:, rank]
+
+        # the step
         share = learning_rate(cfg, step)
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * share
-        generator = torch.Generator(device).manual_seed(cfg.seed * 1000003 + step)
-        u = torch.rand(cfg.batch_rows, cfg.row_bytes, generator=generator, device=device)
-        stats = 0
-        for micro in range(cfg.accum_steps):
-            part = micro * world + rank
-            try:
-                batch = loader.rows(row + part * (b - twins), b - twins)
-            except SystemExit:   # a shard cannot be had, and says so; nothing is lost
-                if rank == 0:
-                    keep(step)
-                raise
-            x, y, token_start = (None if t is None else t.to(device) for t in batch)
-            if world > 1:   # before forward, or it has no effect
-                trained.require_backward_grad_sync = micro == cfg.accum_steps - 1
-            with autocast():
-                result = trained(x, y, u[part * b:(part + 1) * b], twins, token_start)
-            (result["loss"] / cfg.accum_steps).backward()
-            stats = stats + torch.stack(list(result["stats"].values()))
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        row += parts * (b - twins)
-        seen += parts * (b - twins) * cfg.row_bytes
+        stats, health, bad = train_step(cfg, model, trained, optimizer, batches, u, twins)
+        streak, skipped = (streak + 1) * bad, skipped + bad
+        culprit = torch.where(bad, torch.cat([torch.full_like(streak, step + 1), health]), culprit)
 
         done = step + 1
         if done % cfg.log_every == 0 or done == cfg.max_steps:
-            s = dict(zip(result["stats"], (all_sum(stats) / parts).tolist()))   # means over micro-steps and ranks
-            now = time.time()
-            speed = seen / (now - clock_start - paused)
+            values = all_sum(torch.stack(list(stats.values()))) / world
+            values = torch.cat([values, streak, skipped, health[1:].norm()[None], culprit]).tolist()   # a second host sync
+            s, (in_a_row, n_skipped, grad_norm, sick, loss, *norms) = dict(zip(stats, values)), values[len(stats):]
+            now = time.monotonic()
+            took = max(now - clock_start, 1e-9)
+            speed = seen / max(took - paused, 1e-9)
             flops = speed * b / (b - twins) * flops_per_byte(cfg, cfg.row_bytes, s["rate"])
-            mfu = f"{flops / peak:.1%}" if peak else "n/a"
-            clock_start, paused, seen = now, 0.0, 0
             late, early = s["late"] / math.log(2), s["early"] / math.log(2)
             say(f"step {done}/{cfg.max_steps} {done / cfg.max_steps:.0%} | late {late:.3f} early {early:.3f} "
-                f"| rate {s['rate']:.3f} | lr {cfg.lr * share:.2e} | grad {float(grad_norm):.2f} | {speed / 1e3:.1f} kB/s "
-                f"| mfu {mfu} | eta {clock((now - begin) / (done - start) * (cfg.max_steps - done))}")
+                f"| rate {s['rate']:.3f} | lr {cfg.lr * share:.2e} | grad {grad_norm:.2f} | {speed / 1e3:.1f} kB/s "
+                + (f"| mfu {flops / peak:.1%} " if peak else "") +
+                f"| data {waited / took:.1%} | eta {clock((now - begin) / (done - start) * (cfg.max_steps - done))}")
             record(step=done, kind="train", bytes=row * cfg.row_bytes, late_bpb=late, early_bpb=early, rate=s["rate"],
                    entropy=s.get("entropy"), advantage_std=s["advantage_sq"] ** 0.5 if "advantage_sq" in s else None,
-                   lr=cfg.lr * share, grad_norm=float(grad_norm), kB_per_s=speed / 1e3)
+                   lr=cfg.lr * share, grad_norm=grad_norm, kB_per_s=speed / 1e3, data_wait=waited / took, skipped=int(n_skipped))
+            if n_skipped:
+                say(f"warning: {int(n_skipped)} steps skipped since the last line, the latest {illness(model, int(sick), loss, norms)}")
+            if in_a_row >= 10:
+                if rank == 0:
+                    fail(f"{illness(model, int(sick), loss, norms)}; {int(in_a_row)} steps in a row were skipped, weights and "
+                         f"checkpoints are as before; try --resume with a lower --lr, or --dtype fp32")
+                raise SystemExit(2)
+            clock_start, paused, waited, seen, skipped = now, 0.0, 0.0, 0, torch.zeros_like(skipped)
 
     # -- the end
     wait()
@@ -500,10 +765,16 @@ def main(argv=None):
         say(f"stopped by {stop[0] if stop else 'another rank'} at step {step} and saved; "
             f"go on with: python train.py --resume --name {cfg.name}")
     else:
-        say(f"done in {clock(time.time() - begin)}; see its words: python eval.py boundaries {'' if rank else out}")
+        say(f"done in {clock(time.monotonic() - begin)}; see its words: python eval.py boundaries {'' if rank else out}")
     if world > 1:
+        watch.set()
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RuntimeError as e:   # a collective in which another rank is missing
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (isinstance(e, dist.DistError) or "gloo" in str(e)):
+            fail(f"another rank is gone ({str(e).splitlines()[0]}); its own message says why; start again with --resume")
+        raise
