@@ -45,10 +45,12 @@ FEW_DOCUMENTS = 20
 
 
 def fail(message):
-    """End with one line for the user: `error: what, where, what to do`, exit code 2."""
+    """End with one line for the user: `error: what, where, what to do`, exit code 2. In the background nothing is shown: the
+    one who asks for the result finds the line in .reason."""
     end = SystemExit(2)
     end.reason = " ".join(str(message).splitlines())
-    print("error:", end.reason, file=sys.stderr, flush=True)
+    if threading.current_thread() is threading.main_thread():
+        print("error:", end.reason, file=sys.stderr, flush=True)
     raise end
 
 
@@ -314,7 +316,10 @@ class Shards:
         for i in near[:2]:
             if i not in self.corpora:
                 self.corpora[i] = in_background(self.read, i)
-            corpus = self.corpora[k].result()   # before the next one is begun
+            try:
+                corpus = self.corpora[k].result()   # before the next one is begun
+            except SystemExit as e:
+                fail(e.reason)
         return corpus
 
     def mark_tokens(self):
@@ -390,7 +395,7 @@ def read_shard(path, min_doc_bytes=0, mark=False):
     for b in blocks:
         steps = length.take(b)
         end = np.cumsum(steps, dtype=np.int32)
-        starts.append(n + end[b == END_OF_TEXT])                    # such an id has no bytes: here the next document starts
+        starts.append(n + end[b == END_OF_TEXT].astype(np.int64))   # such an id has no bytes: here the next document starts
         index = np.repeat(offset.take(b) - end + steps, steps)
         index += count[:len(index)]                                 # the byte's place in `flat`
         flat.take(index, mode="clip", out=data[n:n + len(index)])
@@ -528,6 +533,8 @@ class Loader:
         self.text, self.T, self.seed = text if isinstance(text, Shards) else [text], T, seed
         self.lock = threading.Lock()   # the next batch is read in the background
         self.places = [tuple(place)]   # (epoch, shard, number of its first row) of what has been visited, in order
+        if place[1] >= len(self.text):
+            fail(f"the run stands in shard {place[1] + 1}, there are {len(self.text)}; give as many --shards as before, or more")
         self.enter(*place)
 
     def enter(self, epoch, shard, first):

@@ -778,7 +778,8 @@ class Rule(Chunker):
     def loss(self, v, a, p, late, early, real, free, pairs):
         if self.cfg.chunker == "entropy" and self.training:   # a running quantile, the mean of the ranks'
             quantile = v.float().quantile(1 - self.cfg.rate)
-            self.threshold.lerp_(all_sum(quantile) / world_size(), 0.3)
+            quantile = all_sum(quantile) / world_size()
+            self.threshold.lerp_(torch.where(quantile.isfinite(), quantile, self.threshold), 0.3)
         return 0.0, {}
 
 
@@ -904,7 +905,8 @@ def flops_per_byte(cfg, T, rate):
     rate is the actual share of boundaries: the main layers only work for that share of the bytes.
     """
     C = cfg.n_embd
-    byte_layers = (cfg.n_enc + cfg.n_dec) * (7 * 6 * C * C + 12 * min(cfg.window, T) * C)
+    attention = 12 * cfg.window if cfg.window < T else 6 * T
+    byte_layers = (cfg.n_enc + cfg.n_dec) * (7 * 6 * C * C + attention * C)
     main_layers = cfg.n_main * (16 * 6 * C * C + 6 * rate * T * C)
     router = {"hnet": 2, "pooling": 1}.get(cfg.chunker, 0) * 6 * C * C
     return byte_layers + rate * main_layers + router + 2 * 6 * VOCAB * C

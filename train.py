@@ -39,7 +39,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 import model as model_file
 from data import REPO, SHARDS, Loader, fail, in_background, load
 from eval import boundaries, cut, evaluate, find_device, load_weights, plain_streams, read_checkpoint, table
-from model import CHUNKERS, SEPARATOR, ByteLM, ModelConfig, all_sum, flops_per_byte, param_groups
+from model import CHUNKERS, SEPARATOR, ByteLM, ModelConfig, all_sum, flops_per_byte, param_groups, world_size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def settings(argv):
     if cfg.data == "auto":
         cfg.data = "fineweb" if cfg.device == "cuda" else "docs"
     if cfg.dtype == "auto":
-        fast = torch.cuda.is_bf16_supported() if cfg.device == "cuda" else (
+        fast = torch.cuda.is_bf16_supported(including_emulation=False) if cfg.device == "cuda" else (
             cfg.device == "cpu" and getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
         cfg.dtype = "bf16" if fast else "fp32"
     return cfg, ckpt
@@ -225,19 +225,19 @@ def keep_freed_memory():
     """Tell glibc to keep freed memory: by default it hands it back every step, and every page comes back by a fault."""
     try:
         libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2 ** 31 - 1)   # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2 ** 30)       # M_MMAP_THRESHOLD
+        if libc.mallopt(-3, 2 ** 30) or libc.mallopt(-3, 2 ** 25):   # M_MMAP_THRESHOLD; older ones allow less
+            libc.mallopt(-1, 2 ** 31 - 1)                           # M_TRIM_THRESHOLD
     except (AttributeError, OSError, TypeError):
         pass   # another C library: nothing to tell
 
 
-def compile_parts(model, device):
+def compile_parts(model, device, say=print):
     """Compile in place and part by part, so that the names in a checkpoint stay as they are. Before that a trifle: compilers
     fail in many ways (none installed, no triton, no headers), and all mean: run eagerly."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as e:
-        print(f"no working compiler ({type(e).__name__}): running eagerly", flush=True)
+        say(f"no working compiler ({type(e).__name__}): running eagerly")
         return
     model.encoder.compile()
     model.decoder.compile()
@@ -288,9 +288,12 @@ def open_log(path, step):
 
 
 def load_optimizer(optimizer, state, name):
-    """Copy the optimiser's state, which must be of the same parameters."""
+    """Copy the optimiser's averages, which must be of the same parameters; its settings are those of this run."""
+    mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(state)
+        for group, settings_ in zip(optimizer.param_groups, mine):
+            group.update(settings_)
         for p, s in optimizer.state.items():
             if s["exp_avg"].shape != p.shape or s["exp_avg_sq"].shape != p.shape:
                 raise ValueError("another shape")
@@ -316,12 +319,12 @@ def clock(seconds):
     return f"{seconds // 3600}h{seconds // 60 % 60:02d}m" if seconds >= 3600 else f"{seconds // 60}m{seconds % 60:02d}s"
 
 
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}   # bf16
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}   # bf16, dense
 
 
-def peak_flops(device, world):
-    """FLOP/s that all GPUs have together, dense bf16 with fp32 sums, or None where that is not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+def peak_flops(device, dtype, world):
+    """FLOP/s that all GPUs have together, or None where that is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == "bf16" else ""
     return next((v * 1e12 * world for k, v in PEAK_TFLOPS.items() if k in name), None)
 
 
@@ -342,11 +345,13 @@ def train_step(cfg, model, trained, optimizer, batches, noise, twins=0):
         loss = loss + result["loss"].detach() / len(batches)
     parts = [list(part.parameters()) for part in model.children()]
     norms = [get_total_norm([p.grad for p in part]) if part else torch.zeros_like(loss) for part in parts]
-    health = torch.stack([all_sum(loss), *norms])
+    health = torch.stack([all_sum(loss) / world_size(), *norms])
     bad = ~health.sum().isfinite()
     clip_grads_with_norm_(model.parameters(), cfg.grad_clip or math.inf, health[1:].norm())
-    optimizer.found_inf = bad.float()   # AdamW's own switch, made for GradScaler: 1 = skip
-    optimizer.step()
+    if bad.device.type != "mps":            # there it is not known to work
+        optimizer.found_inf = bad.float()   # AdamW's own switch, made for GradScaler: 1 = skip
+    if bad.device.type != "mps" or not bad:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return stats, health, bad
 
@@ -360,22 +365,23 @@ def illness(model, step, loss, norms):
 
 def watch_ranks(rank, world, patience=30):
     """A thread that ends this process where another rank has not been heard of for `patience` seconds: collectives alone would
-    wait for it far longer. Returns an Event that ends the watch. Ranks meet at torchrun's store."""
+    wait for it far longer. Returns an Event that ends the watch. Ranks meet at torchrun's store, and time is counted in own
+    beats, so that a machine that slept raises no alarm."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     names, over = [f"alive/{r}" for r in range(world)], threading.Event()
     store.set(names[rank], "0")
     dist.barrier()   # all names are there
 
     def watch():
-        heard, beat = {}, 0   # rank -> its last word and when it came
+        heard, beat = {}, 0   # rank -> its last word and at which beat it came
         while not over.wait(1):
             beat += 1
             try:
                 store.set(names[rank], str(beat))
                 for r, word in enumerate(store.multi_get(names)):
                     if heard.get(r, [None])[0] != word:
-                        heard[r] = word, time.monotonic()
-                lost = [f"rank {r}" for r, (_, when) in heard.items() if time.monotonic() - when > patience]
+                        heard[r] = word, beat
+                lost = [f"rank {r}" for r, (_, when) in heard.items() if beat - when > patience]
             except RuntimeError:
                 lost = ["the ranks' meeting point"]
             if lost and not over.is_set():
@@ -386,20 +392,19 @@ def watch_ranks(rank, world, patience=30):
     return over
 
 
-def gate_snr(model, loader, row, b, twins, seed, rank, world, micro=8):
-    """Signal to noise of the chunker's gradient: norm of its mean over norm of its deviation, across `micro` micro-batches a
-    rank of b rows to come, which are not used up. The mean's own noise is taken off: 0 means that no signal shows."""
+def gate_snr(model, batches, twins, seed, rank, world):
+    """Signal to noise of the chunker's gradient: norm of its mean over norm of its deviation, across each rank's batches
+    (x, y, token_start). The mean's own noise is taken off: 0 means that no signal shows."""
     parameters = list(model.chunker.parameters())
-    if not parameters:
+    if not parameters or not batches:
         return math.nan
-    generator = torch.Generator(parameters[0].device).manual_seed(seed)
-    grads = []
-    for k in range(micro):
-        u = torch.rand(world, b, loader.T, generator=generator, device=parameters[0].device)[rank]
-        x, y, _ = loader.rows(row + (k * world + rank) * (b - twins), b - twins)
-        loss = model(x.to(u.device), y.to(u.device), u, twins)["loss"]
+    device, grads = parameters[0].device, []
+    generator = torch.Generator(device).manual_seed(seed)
+    for x, y, _ in batches:
+        u = torch.rand(world, len(x) + twins, x.size(1), generator=generator, device=device)[rank]
+        loss = model(x.to(device), y.to(device), u, twins)["loss"]
         grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
-    grads, n = torch.stack(grads), micro * world                # (micro, parameters)
+    grads, n = torch.stack(grads), len(batches) * world         # (batches, parameters)
     mean = all_sum(grads.sum(0)) / n
     variance = float(all_sum(((grads - mean) ** 2).sum())) / (n - 1)
     return math.sqrt(max(0.0, float((mean ** 2).sum()) - variance / n) / variance) if variance else math.nan
@@ -445,15 +450,16 @@ class HostReads(torch.overrides.TorchFunctionMode):
         return call(*args, **(kwargs or {}))
 
 
-def matmul_rate(device, dtype, n=2048):
+def matmul_rate(device, dtype):
     """FLOP/s of square matrix products here, the median of 50."""
+    n = 2048 if device.type == "cpu" else 8192
     a = torch.randn(n, n, device=device, dtype=dtype)
     return 2 * n ** 3 / statistics.median(seconds_of(device, lambda: a @ a) for _ in range(50))
 
 
 def seconds_of(device, call):
     """How long call() takes, with the device's work in it."""
-    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    sync = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
     sync()
     begin = time.perf_counter()
     call()
@@ -487,21 +493,41 @@ def seconds_by_part(device, model, optimizer, call):
     return seconds
 
 
+def peak_memory(device):
+    """Bytes, of the GPU's memory or of the process; nan where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    except ImportError:   # Windows
+        return math.nan
+
+
+def main_padding(cfg, a):
+    """Share of the main transformer's FLOPs that go into spare chunks and slots, for actions a (B,T)."""
+    chunks, counts, C = model_file.chunk_index(a), a.sum(1).double(), cfg.n_embd
+    useful = 96 * C * C * counts.sum() + 6 * C * (counts ** 2).sum()                          # of a layer, as in flops_per_byte
+    return float(1 - useful / (96 * C * C * len(chunks.end) + 6 * C * chunks.slots.numel() * chunks.slots.size(1)))
+
+
 def bench(cfg, device):
     """Time steps on made-up words with untrained weights, of cfg's chunker and perhaps of another in turns; print tables."""
-    n, T, K = cfg.batch_rows // cfg.accum_steps - cfg.pairs // cfg.accum_steps, cfg.row_bytes, cfg.accum_steps
+    micro, T = cfg.accum_steps, cfg.row_bytes
+    b, twins = cfg.batch_rows // micro, cfg.pairs // micro
     graphs = torch._dynamo.utils.counters["stats"]
     sides = [cfg]
     if cfg.bench != "alone":   # byte: a plain GPT over bytes, all of whose layers see the whole row
         window = T if cfg.bench == "byte" else cfg.window
         sides.append(replace(cfg, chunker=cfg.bench, window=window, pairs=cfg.pairs if cfg.bench == "rl" else 0))
 
-    def made(k):
+    def made(k, twins):
+        """Micro-batches of words, and their noise."""
         g = torch.Generator(device).manual_seed(k)
-        random = lambda rows: torch.rand(K, rows, T, generator=g, device=device)
-        y = torch.where(random(n) < 0.18, 32, 97 + (26 * random(n)).long())                   # letters and blanks
+        random = lambda rows: torch.rand(micro, rows, T, generator=g, device=device)
+        y = torch.where(random(b - twins) < 0.18, 32, 97 + (26 * random(b - twins)).long())   # letters and blanks
         x = torch.nn.functional.pad(y[..., :-1], (1, 0), value=SEPARATOR)
-        return list(zip(x, y, x == 32)), random(n + cfg.pairs // K)
+        return list(zip(x, y, x == 32)), random(b)
 
     def prepared(side):
         torch.manual_seed(side.seed)
@@ -509,73 +535,63 @@ def bench(cfg, device):
         optimizer = torch.optim.AdamW(param_groups(model, 0.0, 0.0, 0.0), lr=0.0, fused=True)   # weights stay
         if side.compile == "on" or side.compile == "auto" and device.type == "cuda":
             compile_parts(model, device)
-        step = lambda k: train_step(side, model, model, optimizer, *made(k), side.pairs // K)
+        before, n = graphs["unique_graphs"], side.pairs // micro
+        step = lambda k: train_step(side, model, model, optimizer, *made(k, n), n)
         for k in range(5):
             print(f"\rwarm-up of {side.chunker}: step {k + 1} of 5  ", end="", file=sys.stderr, flush=True)
             step(k)
-        return side, model, optimizer, step, []
+        return side, model, optimizer, step, graphs["unique_graphs"] - before, []
 
-    before = graphs["unique_graphs"]
     sides = [prepared(side) for side in sides]
-    compiled = graphs["unique_graphs"] - before
-    begin, k = time.monotonic(), 5
+    warm, begin, k = graphs["unique_graphs"], time.monotonic(), 5
     while k < 10 or time.monotonic() - begin < BENCH_SECONDS and k < 205:
-        for side, model, optimizer, step, times in sides if k % 2 else sides[::-1]:
+        for _, _, _, step, _, times in sides if k % 2 else sides[::-1]:
             times.append(seconds_of(device, lambda: step(k)))
         k += 1
         print(f"\rround {k - 5}, {time.monotonic() - begin:.0f} s{' ' * 20}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    more = graphs["unique_graphs"] - before - compiled
+    memory, more = peak_memory(device) / 1e9, graphs["unique_graphs"] - warm
 
-    dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
-    peak, against = peak_flops(device, 1) if cfg.dtype == "bf16" else None, "what this GPU can do by its maker's word"
+    peak, against = peak_flops(device, cfg.dtype, 1), "what its maker says of this GPU"
     if not peak:
-        peak, against = matmul_rate(device, dtype), f"this machine's own {cfg.dtype} matrix products"
-    rows, C = [], cfg.n_embd
-    for side, model, optimizer, step, times in sides:
+        peak = matmul_rate(device, torch.bfloat16 if cfg.dtype == "bf16" else torch.float32)
+        against = f"this machine's own {cfg.dtype} matrix products"
+    rows = []
+    for side, model, _, step, compiled, times in sides:
         with HostReads() as reads, torch.compiler.set_stance("force_eager"):
             step(k)
-        (x, y, starts), u = made(k)[0][0], made(k)[1][0]
+        batches, u = made(k, 0)
+        x, _, starts = batches[0]
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            a = model(x, None, u[:len(x)], token_start=starts)["a"]
-        chunks, counts = model_file.chunk_index(a), a.sum(1).double()
-        B, longest = chunks.slots.shape
-        useful = 96 * C * C * counts.sum() + 6 * C * (counts ** 2).sum()                      # FLOPs of a main layer
-        spent = 96 * C * C * len(chunks.end) + 6 * C * B * longest ** 2
-        speed = [K * n * T / t for t in times]
-        ratio = statistics.median(one / two for one, two in zip(speed, [K * n * T / t for t in sides[0][4]]))
+            a = model(x, u=u[0], token_start=starts)["a"].cpu()
+        text = micro * (b - side.pairs // micro) * T                                          # twins count once
+        ratio = statistics.median(first / t for first, t in zip(sides[0][-1], times)) * text / (micro * (b - twins) * T)
         rate = float(a.double().mean())
-        flops = statistics.median(speed) * (1 + side.pairs / (K * n)) * flops_per_byte(side, T, rate)
-        rows.append([side.chunker, f"{statistics.median(speed) / 1e3:.1f}", f"{ratio:.3f}", f"{1e3 * statistics.median(times):.0f}",
-                     f"{min(times) * 1e3:.0f} to {max(times) * 1e3:.0f}", f"{rate:.3f}", f"{1 - useful / spent:.1%}",
-                     f"{flops / peak:.1%}", str(reads.n), f"{sum(p.numel() for p in model.parameters()):,}"])
-    print(f"preset {cfg.preset}, {device.type}, {torch.get_num_threads()} threads, {cfg.dtype}, torch {torch.__version__}, rows "
-          f"{K * n} x {T} bytes, {len(times)} rounds\n")
-    table(["chunker", "kB/s, median", "against the first", "ms a step", "range", "rate", "padding in main", "MFU", "host reads", "parameters"], rows)
-    print(f"\nMFU against {against}: {peak / 1e12:.2f} TFLOP/s. Compiled graphs: {compiled}, and {more} after warm-up.")
-    if device.type == "cuda":
-        print(f"Peak memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB.")
-    else:
-        with contextlib.suppress(ImportError):   # Windows
-            import resource
-            print(f"Peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB.")
+        mfu = micro * b * T / statistics.median(times) * flops_per_byte(side, T, rate) / peak
+        rows.append([side.chunker, f"{text / statistics.median(times) / 1e3:.1f}", f"{ratio:.3f}",
+                     f"{1e3 * statistics.median(times):.0f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})", f"{rate:.3f}",
+                     f"{main_padding(side, a):.1%}", f"{mfu:.1%}", str(reads.n), str(compiled),
+                     f"{sum(p.numel() for p in model.parameters()):,}"])
+    print(f"preset {cfg.preset}, {device.type}, {torch.get_num_threads()} threads, {cfg.dtype}, torch {torch.__version__}, "
+          f"{cfg.batch_rows} rows of {T} bytes, {len(times)} rounds\n")
+    table(["chunker", "kB/s", "against the first", "ms a step", "rate", "padding in main", "MFU", "host reads", "graphs", "parameters"], rows)
+    print(f"\nMedians. MFU against {against}, {peak / 1e12:.2f} TFLOP/s. Graphs compiled after warm-up: {more}. Peak memory: {memory:.2f} GB.")
 
-    side, model, optimizer, step, _ = sides[0]
+    _, model, optimizer, step, _, _ = sides[0]
     saved = {}   # storages that the backward pass needs
 
-    def keep(t):
+    def note(t):
         saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.compiler.set_stance("force_eager"):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), torch.compiler.set_stance("force_eager"):
         step(k)
     weights = sum(saved.get(p.untyped_storage().data_ptr(), 0) for p in model.parameters())
-    print(f"Run eagerly, the backward pass needs {(sum(saved.values()) - weights) / (n + cfg.pairs // K) / 1e6:.1f} MB a row.\n")
+    print(f"Run eagerly, the backward pass needs {(sum(saved.values()) - weights) / b / 1e6:.1f} MB a row.\n")
     parts = [seconds_by_part(device, model, optimizer, lambda: step(k + i)) for i in range(5)]
     middle = {part: statistics.median(p[part] for p in parts) for part in parts[0]}
     total = sum(middle.values())
-    order = sorted(middle, key=lambda part: (part == "all else", list(middle).index(part)))
-    table(["part", "ms", "share"], [[part, f"{1e3 * middle[part]:.1f}", f"{middle[part] / total:.1%}"] for part in order])
+    table(["part", "ms", "share"], [[part, f"{1e3 * t:.1f}", f"{t / total:.1%}"] for part, t in middle.items()])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -587,11 +603,6 @@ def main(argv=None):
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cfg, ckpt = settings(argv)
     check(cfg, world)
-    stop = []   # names of the signals that asked for an end
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:   # nohup
-            signal.signal(number, lambda n, frame: stop.append(signal.Signals(n).name))
-
     def say(text):
         if rank == 0:
             try:
@@ -602,10 +613,12 @@ def main(argv=None):
     keep_freed_memory()
     device = torch.device(cfg.device)
     if cfg.bench != "no":
+        if world > 1:
+            fail("--bench times one process; run it without torchrun")
         return bench(cfg, device)
     if world > 1:
         if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"   # evaluation sums on the CPU
         dist.init_process_group(backend, timeout=timedelta(hours=2))          # a download may take long; the dead are noticed below
@@ -644,12 +657,12 @@ def main(argv=None):
         say(f"resuming {cfg.name} at step {start}")
     del ckpt
     if cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda":
-        compile_parts(model, device)
+        compile_parts(model, device, say)
     trained = DistributedDataParallel(model) if world > 1 else model   # gradients go through this; all else uses `model`
     say(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
     if cfg.warmup_steps > cfg.max_steps // 2:
         say(f"note: warm-up cut from {cfg.warmup_steps} to {cfg.max_steps // 2} steps, half the run")
-    peak = peak_flops(device, world)
+    peak = peak_flops(device, cfg.dtype, world)
 
     # -- the run's folder, made when nothing else can fail
     if rank == 0:
@@ -664,45 +677,65 @@ def main(argv=None):
 
     def record(**values):
         if rank == 0:
-            log.write(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}) + "\n")
+            whole = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}   # JSON has no NaN
+            try:
+                log.write(json.dumps(whole) + "\n")
+            except OSError as e:
+                fail(f"cannot write {log.name} ({e.strerror}); the last good checkpoint is kept; free some space, then --resume")
 
     def keep(step):
-        save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(),
-             step=step, row=row, place=list(loader.place(row)), config=asdict(cfg))
+        if rank == 0:
+            save(os.path.join(out, "ckpt.pt"), model=model.state_dict(), optimizer=optimizer.state_dict(),
+                 step=step, row=row, place=list(loader.place(row)), config=asdict(cfg))
 
     # -- the loop: one pass more than there are steps, so that the end is evaluated and saved
-    parts = world * cfg.accum_steps
-    b = cfg.batch_rows // parts   # rows a rank computes in a micro-step
-    twins_at = lambda step: cfg.pairs // parts if step < cfg.pair_steps else 0
+    slices = world * cfg.accum_steps
+    b = cfg.batch_rows // slices   # rows a rank computes in a micro-step
+    twins_at = lambda step: cfg.pairs // slices if step < cfg.pair_steps else 0
 
-    def read(row, n):
-        """This rank's micro-batches of n rows each from `row` on; read in the background while the step before runs."""
-        batches = [loader.rows(row + (micro * world + rank) * n, n) for micro in range(cfg.accum_steps)]
+    def read(row, n, count):
+        """`count` of this rank's micro-batches of n rows each, from `row` on."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)   # of this thread
+        batches = [loader.rows(row + (k * world + rank) * n, n) for k in range(count)]
         return [[t.pin_memory() if device.type == "cuda" and t is not None else t for t in batch] for batch in batches]
 
+    def together(future):
+        """What was read in the background, or None where that failed on any rank; and the reason if it was this one."""
+        try:
+            result, reason = future.result(), ""
+        except SystemExit as e:   # a shard cannot be had
+            result, reason = None, e.reason
+        return None if any_rank(bool(reason)) else result, reason
+
+    any_rank = lambda yes: bool(all_sum(torch.tensor(float(yes))))   # asks on the CPU: nobody waits for a GPU
+    stop = []   # names of the signals that asked for an end
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, signal.SIGTERM)
+        if signal.getsignal(number) is not signal.SIG_IGN:   # nohup
+            signal.signal(number, lambda n, frame: stop.append(signal.Signals(n).name))
     begin = clock_start = time.monotonic()
     paused, waited, seen = 0.0, 0.0, 0   # since the last log line: seconds not spent training, spent on the data; bytes of text
     ahead, collapses = None, 0           # the next batch; evaluations in a row with collapsed boundaries
     streak, skipped, culprit = (torch.zeros(n, device=device) for n in (1, 1, 9))   # of steps that were not finite; the last
     for step in range(start, cfg.max_steps + 1):
         last = step == cfg.max_steps
-        stopping = bool(stop)
-        if world > 1:   # ranks must stop together; they ask each other at every log line
-            asked = step % cfg.log_every == 0 or last
-            stopping = asked and bool(all_sum(torch.tensor(float(stopping), device=device)))
-
+        stopping = any_rank(bool(stop))   # all at the same step
         pause = time.monotonic()
         twins = twins_at(step)
+        if stopping:   # whoever asked may not wait for an evaluation
+            keep(step)
         if (step % cfg.eval_every == 0 or last) and not (cfg.resume and step == start):
+            some, _ = together(in_background(read, row, b - twins, 8))   # of what comes next; not used up
             with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bf16"):
                 e, lines = look(model, val_text, cfg, rank, world)
-                snr = gate_snr(model, loader, row, b, twins, cfg.seed * 1000003 + step, rank, world)
+                snr = gate_snr(model, some, twins, cfg.seed * 1000003 + step, rank, world)
             say(f"eval {step}: " + "\n".join(lines))
             record(step=step, kind="eval", seen=row * cfg.row_bytes, gate_snr=snr, **e)
             collapses = collapses + 1 if cfg.chunker in SETTINGS_OF_RATE and collapsed(e) else 0
             if collapses >= 3:
                 say(f"warning: for {collapses} evaluations boundaries are almost nowhere or everywhere; {SETTINGS_OF_RATE[cfg.chunker]}")
-        if rank == 0 and (step % cfg.save_every == 0 and step > start or last or stopping):
+        if (step % cfg.save_every == 0 and step > start or last) and not stopping:
             keep(step)
         paused += time.monotonic() - pause
         if last or stopping:
@@ -710,16 +743,15 @@ def main(argv=None):
 
         # the batch; rank and micro-step choose this slice of the global batch and of its noise
         waits = time.monotonic()
-        try:
-            batches = (ahead or in_background(read, row, b - twins)).result()
-        except SystemExit:   # a shard cannot be had, and says so; nothing is lost
-            if rank == 0:
-                keep(step)
-            raise
+        batches, reason = together(ahead or in_background(read, row, b - twins, cfg.accum_steps))
+        if not batches:
+            keep(step)
+            wait()
+            fail(reason or "another rank cannot read its rows, and says why; what was trained is saved")
         waited += time.monotonic() - waits
-        row += parts * (b - twins)
-        seen += parts * (b - twins) * cfg.row_bytes
-        ahead = in_background(read, row, b - twins_at(step + 1)) if step + 1 < cfg.max_steps else None
+        row += slices * (b - twins)
+        seen += slices * (b - twins) * cfg.row_bytes
+        ahead = in_background(read, row, b - twins_at(step + 1), cfg.accum_steps) if step + 1 < cfg.max_steps else None
         batches = [[None if t is None else t.to(device, non_blocking=True) for t in batch] for batch in batches]
         generator = torch.Generator(device).manual_seed(cfg.seed * 1000003 + step)
         u = torch.rand(cfg.batch_rows, cfg.row_bytes, generator=generator, device=device)
@@ -774,6 +806,8 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        raise SystemExit(130)
     except RuntimeError as e:   # a collective in which another rank is missing
         if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (isinstance(e, dist.DistError) or "gloo" in str(e)):
             fail(f"another rank is gone ({str(e).splitlines()[0]}); its own message says why; start again with --resume")
