@@ -17,10 +17,10 @@ Read from top to bottom; the file follows a byte from its embedding to the losse
 The draw of `a` has no gradient. It is trained as an action instead (score function, REINFORCE): its reward is
 how much better the late head predicts than the early exit, which never sees a boundary.
 
-Symbols: B rows, T bytes, M chunks in all rows together, K in the fullest row, C width, H heads, d head size; x bytes, y targets, h and z byte states before and
-after the chunks, c chunk states; p probability of a boundary, l its logit, a action (1 = boundary), u uniform noise;
-R reward, A advantage, gamma discount. Losses are nats, computed in fp32 from the heads' logits (under bf16 autocast
-these carry a rounding of about 0.01 nats a byte).
+Symbols: B rows, T bytes, M chunks in all rows together, K chunks in the fullest row, C width, H heads, d head size; x bytes,
+y targets, h and z byte states before and after the chunks, c chunk states; p probability of a boundary, l its logit,
+a action (1 = boundary), u uniform noise; R reward, A advantage, gamma discount. Losses are nats, computed in fp32 from the
+heads' logits (under bf16 autocast these carry a rounding of about 0.01 nats a byte).
 """
 import math
 from dataclasses import dataclass
