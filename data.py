@@ -268,7 +268,7 @@ def docstrings():
         files = sorted(Path(root).rglob("*.py"))
         files = [f for f in files if "site-packages" not in f.relative_to(root).parts]
         for k, f in enumerate(files):
-            if k % 100 == 0:
+            if k % 100 == 0 and sys.stdout.isatty():
                 name = os.path.basename(root)
                 print(f"\rdocs: reading docstrings of {name}, file {k} of {len(files)}  ", end="", flush=True)
             try:
@@ -606,8 +606,8 @@ def main(argv=None):
             print(fetch_shard(number, folder, args.repo))
     elif args.command == "check":
         paths = sorted(Path(args.path).glob("*.bin")) if os.path.isdir(args.path) else [Path(args.path)]
-        if not paths:
-            fail(f"no .bin file in {args.path}; give a shard or a folder of them")
+        if not paths or not paths[0].exists():
+            fail(f"no .bin file in {args.path}" if not paths else f"no such file: {args.path}; give a shard or a folder of them")
         bad = 0
         for path in paths:
             try:

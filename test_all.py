@@ -1136,7 +1136,7 @@ def test_bench(text_file, monkeypatch, capsys):
     assert not os.path.exists("out") and not os.path.exists("data")
 
 
-def test_resume_takes_the_rates_it_is_given(text_file, monkeypatch):
+def test_resume_takes_the_rates_it_is_given(text_file, monkeypatch, capsys):
     run(text_file, "--name", "r", "--max_steps", "2")
     made, groups = [], train.param_groups
     monkeypatch.setattr(train, "param_groups", lambda *args: made.append(groups(*args)) or made[0])
@@ -1144,6 +1144,7 @@ def test_resume_takes_the_rates_it_is_given(text_file, monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **kwargs: optimizers.append(adam(*args, **kwargs)) or optimizers[0])
     train.main(["--resume", "--name", "r", "--max_steps", "3", "--lr", "1e-4", "--weight_decay", "0.5", "--beta2", "0.5"])
     group, _, gate = optimizers[0].param_groups
+    assert "changed: max_steps 2 -> 3, lr 0.008 -> 0.0001" in capsys.readouterr().out
     assert group["peak_lr"] == 1e-4 and group["weight_decay"] == 0.5 and gate["peak_lr"] == 1.6e-2 and group["betas"] == (0.9, 0.5)
     assert all(s["step"] == 3 for s in optimizers[0].state.values())                        # its averages went on
 
@@ -1332,9 +1333,15 @@ def test_bad_files(text_file, tmp_path, capsys):
     before = Path("out/taken/ckpt.pt").read_bytes()
     fails(capsys, lambda: run(text_file, "--name", "taken"), "--resume")
     fails(capsys, lambda: run(text_file, "--name", "x", "--init_from", "out/taken", "--n_embd", "64"), "shape")
-    fails(capsys, lambda: train.main(["--resume", "--name", "taken", "--n_embd", "64"]), "shape")
-    fails(capsys, lambda: train.main(["--resume", "--name", "taken", "--max_steps", "0"]), "at step 1 already")
-    fails(capsys, lambda: train.main(["--resume", "--name", "taken", "--data", "gone"]), "gone")
+    fails(capsys, lambda: train.main(["--resume", "--name", "taken", "--max_steps", "2", "--n_embd", "64"]), "shape")
+    train.main(["--resume", "--name", "taken", "--window", "5"])
+    assert "nothing left to do" in capsys.readouterr().out
+    fails(capsys, lambda: train.main(["--resume", "--init_from", "out/taken"]), "give one of them")
+    os.rename("out/taken/ckpt.pt", "out/taken/previous.pt")
+    fails(capsys, lambda: train.main(["--resume", "--name", "taken"]), "rename out/taken/previous.pt to ckpt.pt")
+    fails(capsys, lambda: run(text_file, "--name", "taken"), "holds a run already")
+    os.rename("out/taken/previous.pt", "out/taken/ckpt.pt")
+    fails(capsys, lambda: train.main(["--resume", "--name", "taken", "--max_steps", "2", "--data", "gone"]), "gone")
     fails(capsys, lambda: data.Loader(data.Corpus(np.zeros(99, np.uint8)), 8, 1, (0, 1, 0)), "shard 2", "--shards")
     fails(capsys, lambda: train.main(["--resume", "--name", "t*"]), "nothing to resume")
     assert json.loads(Path("out/taken/config.json").read_text())["data"] == text_file   # no failure touched it
@@ -1352,7 +1359,7 @@ def test_bad_files(text_file, tmp_path, capsys):
         fails(capsys, lambda: evaluation.main(["bpb", "out/taken", "--data", text_file]), "not a readable checkpoint")
     ckpt["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
     torch.save(ckpt, "out/taken/ckpt.pt")
-    fails(capsys, lambda: train.main(["--resume", "--name", "taken"]), "optimiser")
+    fails(capsys, lambda: train.main(["--resume", "--name", "taken", "--max_steps", "2"]), "optimiser")
     torch.save({**ckpt, "config": Payload()}, "out/taken/ckpt.pt")
     fails(capsys, lambda: train.main(["--resume", "--name", "taken"]), "not a readable checkpoint")
     assert not Path("payload_ran").exists()

@@ -128,6 +128,7 @@ def parse_flags(argv):
         name = unknown[0].split("=")[0].lstrip("-")
         near = difflib.get_close_matches(name, [f.name for f in fields(TrainConfig)], 1, 0.5)
         hint = f"did you mean --{near[0]}?" if near else "see python train.py --help"
+        hint = hint if unknown[0].startswith("-") else "settings start with --, and a glob goes into quotes"
         fail(f"unknown setting {unknown[0]}; {hint}")
     return vars(given)
 
@@ -139,11 +140,15 @@ def settings(argv):
     given = parse_flags(argv)
     ckpt = None
     if given.get("resume"):
+        if given.get("init_from"):
+            fail("--resume goes on with a run, --init_from starts one from its weights; give one of them")
         out_dir, name = given.get("out_dir", "out"), given.get("name")
         folder = os.path.join(glob.escape(out_dir), glob.escape(name) if name else "*", "ckpt.pt")
         found = sorted(glob.glob(folder), key=os.path.getmtime)
         if not found:
-            fail(f"nothing to resume: no {os.path.join(out_dir, name or '*', 'ckpt.pt')}; start a run without --resume")
+            before = glob.glob(os.path.join(os.path.dirname(folder), "previous.pt"))
+            fail(f"nothing to resume: no {os.path.join(out_dir, name or '*', 'ckpt.pt')}; "
+                 + (f"rename {before[0]} to ckpt.pt" if before else "start a run without --resume"))
         ckpt = read_checkpoint(found[-1])
         kind = {f.name: f.type for f in fields(TrainConfig)}
         base = {k: v for k, v in ckpt["config"].items() if k in kind}
@@ -266,7 +271,8 @@ def save(path, **content):
         for name in (tmp, before + ".tmp"):
             with contextlib.suppress(OSError):
                 os.remove(name)
-        fail(f"cannot save {path} ({str(e).splitlines()[0]}); the last good checkpoint is kept")
+        kept = "the last good checkpoint is kept; " if os.path.exists(path) else ""
+        fail(f"cannot save {path} ({str(e).splitlines()[0]}); {kept}is the disk full? free some space, then --resume")
 
 
 def open_log(path, step):
@@ -305,7 +311,7 @@ def run_folder(cfg):
     """A folder for a new run: the one asked for, or a fresh one named after preset and data."""
     if cfg.name:
         path = os.path.join(cfg.out_dir, cfg.name)
-        if os.path.exists(os.path.join(path, "ckpt.pt")) and not cfg.resume:
+        if any(os.path.exists(os.path.join(path, f)) for f in ("ckpt.pt", "previous.pt")) and not cfg.resume:
             fail(f"{path} holds a run already; --resume goes on with it, another --name starts beside it")
         return path
     base = f"{cfg.preset}-{re.sub(r'[^A-Za-z0-9_-]+', '-', os.path.basename(os.path.normpath(cfg.data))).strip('-')}"
@@ -521,6 +527,10 @@ def bench(cfg, device):
         window = T if cfg.bench == "byte" else cfg.window
         sides.append(replace(cfg, chunker=cfg.bench, window=window, pairs=cfg.pairs if cfg.bench == "rl" else 0))
 
+    def progress(text):
+        if sys.stderr.isatty():
+            print(f"\r{text}{' ' * 20}", end="", file=sys.stderr, flush=True)
+
     def made(k, twins):
         """Micro-batches of words, and their noise."""
         g = torch.Generator(device).manual_seed(k)
@@ -538,7 +548,7 @@ def bench(cfg, device):
         before, n = graphs["unique_graphs"], side.pairs // micro
         step = lambda k: train_step(side, model, model, optimizer, *made(k, n), n)
         for k in range(5):
-            print(f"\rwarm-up of {side.chunker}: step {k + 1} of 5  ", end="", file=sys.stderr, flush=True)
+            progress(f"warm-up of {side.chunker}: step {k + 1} of 5")
             step(k)
         return side, model, optimizer, step, graphs["unique_graphs"] - before, []
 
@@ -548,8 +558,8 @@ def bench(cfg, device):
         for _, _, _, step, _, times in sides if k % 2 else sides[::-1]:
             times.append(seconds_of(device, lambda: step(k)))
         k += 1
-        print(f"\rround {k - 5}, {time.monotonic() - begin:.0f} s{' ' * 20}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        progress(f"round {k - 5}, {time.monotonic() - begin:.0f} s")
+    progress("\r")
     memory, more = peak_memory(device) / 1e9, graphs["unique_graphs"] - warm
 
     peak, against = peak_flops(device, cfg.dtype, 1), "what its maker says of this GPU"
@@ -603,11 +613,12 @@ def main(argv=None):
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cfg, ckpt = settings(argv)
     check(cfg, world)
+
     def say(text):
         if rank == 0:
             try:
                 print(text, flush=True)
-            except BrokenPipeError:   # whoever read along has left; the run goes on
+            except OSError:   # whoever read along has left, or its disk is full; the run goes on
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     keep_freed_memory()
@@ -616,6 +627,8 @@ def main(argv=None):
         if world > 1:
             fail("--bench times one process; run it without torchrun")
         return bench(cfg, device)
+    if cfg.resume and ckpt["step"] >= cfg.max_steps:
+        return say(f"{cfg.name} stands at step {ckpt['step']}: nothing left to do; --max_steps {2 * ckpt['step']} would double it")
     if world > 1:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
@@ -652,9 +665,8 @@ def main(argv=None):
     if cfg.resume:
         start, row = ckpt["step"], ckpt["row"]
         load_optimizer(optimizer, ckpt["optimizer"], cfg.name)
-        if start > cfg.max_steps:
-            fail(f"--max_steps {cfg.max_steps}: {cfg.name} is at step {start} already; give {start} or more")
-        say(f"resuming {cfg.name} at step {start}")
+        changed = [f"{k} {v} -> {getattr(cfg, k)}" for k, v in ckpt["config"].items() if getattr(cfg, k, v) != v and k != "resume"]
+        say(f"resuming {cfg.name} at step {start}" + (f", changed: {', '.join(changed)}" if changed else ""))
     del ckpt
     if cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda":
         compile_parts(model, device, say)
@@ -673,7 +685,7 @@ def main(argv=None):
             os.replace(os.path.join(out, "config.json.tmp"), os.path.join(out, "config.json"))
             log = open_log(os.path.join(out, "log.jsonl"), start if cfg.resume else -1)
         except OSError as e:
-            fail(f"cannot write to {out}: {e.strerror}; give --out_dir a folder that can be written")
+            fail(f"cannot write to {e.filename or out}: {e.strerror}; give another --name or --out_dir")
 
     def record(**values):
         if rank == 0:
@@ -795,7 +807,7 @@ def main(argv=None):
     wait()
     if stopping:
         say(f"stopped by {stop[0] if stop else 'another rank'} at step {step} and saved; "
-            f"go on with: python train.py --resume --name {cfg.name}")
+            f"go on with --resume --name {cfg.name}" + (f" --out_dir {cfg.out_dir}" if cfg.out_dir != "out" else ""))
     else:
         say(f"done in {clock(time.monotonic() - begin)}; see its words: python eval.py boundaries {'' if rank else out}")
     if world > 1:
@@ -806,7 +818,8 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:   # during set-up; a run itself saves and ends by its own will
+        print("stopped; nothing was under way that could be saved", file=sys.stderr)
         raise SystemExit(130)
     except RuntimeError as e:   # a collective in which another rank is missing
         if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (isinstance(e, dist.DistError) or "gloo" in str(e)):
