@@ -8,7 +8,7 @@ Read from top to bottom; the file follows a byte from its embedding to the losse
                                                   │    │
                       policy: p = sigmoid(l), a ~ Bernoulli(p): "does a chunk end after this byte?"
                                                   │    │
-        downsample: keep h where a = 1 (M,C) <────┘    │       the chunks of all rows, end to end: no padding
+        downsample: keep h where a = 1 (M,C) <────┘    │       the chunks of all rows, end to end
               │                                        │
         main transformer over M chunks ──> c (M,C)     │
               │                                        │
@@ -153,7 +153,8 @@ def scaled_dot_product(q, k, v, mask=None):
 
 class Attention(nn.Module):
     """Over bytes, x (B,T,C) -> (B,T,C), within the window of mask (from window_mask; None = all before). Over chunks,
-    x (M,C) -> (M,C), causal within each row: only here are rows padded, to K chunks."""
+    x (M,C) -> (M,C), causal within each row: only here are rows padded, to K chunks. With a cache, over one new position of
+    each row, x (B,1,C) -> (B,1,C)."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -169,7 +170,7 @@ class Attention(nn.Module):
         qk = rotate(qk, rope).to(v.dtype)
         if chunks:
             qk, v = take(qk, chunks.slots), take(v, chunks.slots)                    # (B, K, 2H, d), (B, K, H, d)
-        q, k = qk.unflatten(2, (2, -1)).unbind(2)                                    # (B, N, H, d) each, N = T or K
+        q, k = qk.unflatten(2, (2, -1)).unbind(2)                                    # (B, N, H, d) each, N = T, K or 1
         if cache:
             y = cache(q, k, v)
         elif mask is not None:
@@ -369,7 +370,7 @@ def sample_scan(v, threshold, piece=512):
                 f_01        f_23
         down  state before f_0 is known -> before f_23 -> before f_1, f_3      one look-up each
 
-    T/piece + log2(piece) steps instead of T; the tables of a piece (a power of two) stay in cache.
+    About 2 * log2(piece) * T/piece steps instead of T; the tables of a piece (a power of two) stay in cache.
     """
     B, T, w = v.shape
     S = 2 ** (w - 1)
@@ -423,7 +424,7 @@ def chunk_index(a):
     """
     B, T = a.shape
     counts = a.sum(1)                                                      # (B,)
-    M, K = torch.stack([counts.sum(), counts.max()]).tolist()              # the one host sync of a step
+    M, K = torch.stack([counts.sum(), counts.max()]).tolist()              # the one host sync of a pass
     M, K = -(-M // 32) * 32, -(-K // 8) * 8
     of = a.flatten().cumsum(0) - 1                                         # (B*T,)
     first = of[::T]                                                        # (B,) of each row
@@ -436,13 +437,13 @@ def chunk_index(a):
 
 
 def take(x, index):
-    """x[index]: rows of x (N,C), by an index of any shape (...) -> (...,C). Of the ways to gather rows, index_select has the
-    fastest backward pass on a CPU."""
+    """x[index]: rows of x (N,C) or (N,...), by an index of any shape, which takes the place of N. Of the ways to gather rows,
+    index_select has the fastest backward pass on a CPU."""
     return x.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# likelihoods, rewards, advantages and the score-function loss
+# likelihoods, sums over ranks, rewards and advantages
 
 class CrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[y] in fp32, in pieces, so that no whole fp32 copy of the logits ever exists; backward keeps
@@ -913,7 +914,7 @@ def flops_per_byte(cfg, T, rate):
 
 
 def param_groups(model, lr, gate_lr, weight_decay):
-    """AdamW's three groups, each with its peak_lr: matrices decay, gains and the embedding do not. rl's policy has a rate of
+    """AdamW's three groups, each with its peak_lr: matrices decay; gains, the embedding and chunkers do not. rl's policy has a rate of
     its own (differs from the paper): it must be sharp early, so that the main transformer can profit from its words.
     """
     gate = list(model.chunker.parameters())

@@ -72,7 +72,7 @@ class TrainConfig(ModelConfig):
     schedule: str = "cosine"      # cosine = down to 0 from the peak on; wsd = stay, then down to 0 over the last 40 %
     lr: float = 1.5e-3            # peak learning rate of AdamW
     gate_lr: float = 6e-3         # the same for rl's policy
-    weight_decay: float = 0.1     # of matrices
+    weight_decay: float = 0.1     # of matrices, a chunker's excepted
     beta1: float = 0.9            # AdamW's averages of the gradient
     beta2: float = 0.95           # and of its square
     grad_clip: float = 1.0        # largest gradient norm; 0 = no limit
@@ -83,7 +83,7 @@ class TrainConfig(ModelConfig):
     bench: str = "no"             # --bench times steps on made-up text and ends; --bench NAME in turns with that chunker
 
 
-# paper, appendix: sizes, learning rates and warm-up; steps = its bytes / (rows * T)
+# 20m to 147m: paper, appendix: sizes, learning rates and warm-up; steps = its bytes / (rows * T)
 PRESETS = {
     "tiny": dict(n_embd=96, n_head=3, n_enc=1, n_main=3, n_dec=1, window=32, row_bytes=256, batch_rows=32,
                  max_steps=800, warmup_steps=100, lr=8e-3, gate_lr=1.6e-2,
@@ -308,7 +308,7 @@ def load_optimizer(optimizer, state, name):
 
 
 def run_folder(cfg):
-    """A folder for a new run: the one asked for, or a fresh one named after preset and data."""
+    """This run's folder: the one asked for, or a fresh one named after preset and data, which becomes cfg.name."""
     if cfg.name:
         path = os.path.join(cfg.out_dir, cfg.name)
         if any(os.path.exists(os.path.join(path, f)) for f in ("ckpt.pt", "previous.pt")) and not cfg.resume:
@@ -354,9 +354,9 @@ def train_step(cfg, model, trained, optimizer, batches, noise, twins=0):
     health = torch.stack([all_sum(loss) / world_size(), *norms])
     bad = ~health.sum().isfinite()
     clip_grads_with_norm_(model.parameters(), cfg.grad_clip or math.inf, health[1:].norm())
-    if bad.device.type != "mps":            # there it is not known to work
-        optimizer.found_inf = bad.float()   # AdamW's own switch, made for GradScaler: 1 = skip
-    if bad.device.type != "mps" or not bad:
+    host_decides = bad.device.type == "mps"   # elsewhere AdamW has a switch on the device, made for GradScaler: 1 = skip
+    optimizer.found_inf = None if host_decides else bad.float()
+    if not host_decides or not bad:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return stats, health, bad
@@ -531,11 +531,11 @@ def bench(cfg, device):
         if sys.stderr.isatty():
             print(f"\r{text}{' ' * 20}", end="", file=sys.stderr, flush=True)
 
-    def made(k, twins):
-        """Micro-batches of words, and their noise."""
+    def made(k, n):
+        """Micro-batches of words, n of whose rows are to run twice, and their noise."""
         g = torch.Generator(device).manual_seed(k)
         random = lambda rows: torch.rand(micro, rows, T, generator=g, device=device)
-        y = torch.where(random(b - twins) < 0.18, 32, 97 + (26 * random(b - twins)).long())   # letters and blanks
+        y = torch.where(random(b - n) < 0.18, 32, 97 + (26 * random(b - n)).long())           # letters and blanks
         x = torch.nn.functional.pad(y[..., :-1], (1, 0), value=SEPARATOR)
         return list(zip(x, y, x == 32)), random(b)
 
@@ -575,11 +575,12 @@ def bench(cfg, device):
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             a = model(x, u=u[0], token_start=starts)["a"].cpu()
         text = micro * (b - side.pairs // micro) * T                                          # twins count once
+        median = statistics.median(times)
         ratio = statistics.median(first / t for first, t in zip(sides[0][-1], times)) * text / (micro * (b - twins) * T)
         rate = float(a.double().mean())
-        mfu = micro * b * T / statistics.median(times) * flops_per_byte(side, T, rate) / peak
-        rows.append([side.chunker, f"{text / statistics.median(times) / 1e3:.1f}", f"{ratio:.3f}",
-                     f"{1e3 * statistics.median(times):.0f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})", f"{rate:.3f}",
+        mfu = micro * b * T / median * flops_per_byte(side, T, rate) / peak
+        rows.append([side.chunker, f"{text / median / 1e3:.1f}", f"{ratio:.3f}",
+                     f"{1e3 * median:.0f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})", f"{rate:.3f}",
                      f"{main_padding(side, a):.1%}", f"{mfu:.1%}", str(reads.n), str(compiled),
                      f"{sum(p.numel() for p in model.parameters()):,}"])
     print(f"preset {cfg.preset}, {device.type}, {torch.get_num_threads()} threads, {cfg.dtype}, torch {torch.__version__}, "
@@ -705,11 +706,11 @@ def main(argv=None):
     b = cfg.batch_rows // slices   # rows a rank computes in a micro-step
     twins_at = lambda step: cfg.pairs // slices if step < cfg.pair_steps else 0
 
-    def read(row, n, count):
-        """`count` of this rank's micro-batches of n rows each, from `row` on."""
+    def read(first, n, count):
+        """`count` of this rank's micro-batches of n rows each, the ranks' from row `first` on."""
         if device.type == "cuda":
             torch.cuda.set_device(device)   # of this thread
-        batches = [loader.rows(row + (k * world + rank) * n, n) for k in range(count)]
+        batches = [loader.rows(first + (k * world + rank) * n, n) for k in range(count)]
         return [[t.pin_memory() if device.type == "cuda" and t is not None else t for t in batch] for batch in batches]
 
     def together(future):
