@@ -313,14 +313,17 @@ class Shards:
     def __getitem__(self, k):
         near = [i % len(self) for i in (k, k + 1, k - 1)]
         self.corpora = {i: f for i, f in self.corpora.items() if i in near and not (f.done() and f.exception())}   # try again
-        for i in near[:2]:
-            if i not in self.corpora:
-                self.corpora[i] = in_background(self.read, i)
-            try:
-                corpus = self.corpora[k].result()   # before the next one is begun
-            except SystemExit as e:
-                fail(e.reason)
+        self.begin(k)
+        try:
+            corpus = self.corpora[k].result()
+        except SystemExit as e:
+            fail(e.reason)
+        self.begin(near[1])   # when this one is there, so that they do not share the line
         return corpus
+
+    def begin(self, k):
+        if k not in self.corpora:
+            self.corpora[k] = in_background(self.read, k)
 
     def mark_tokens(self):
         self.marked = True
@@ -606,8 +609,10 @@ def main(argv=None):
             print(fetch_shard(number, folder, args.repo))
     elif args.command == "check":
         paths = sorted(Path(args.path).glob("*.bin")) if os.path.isdir(args.path) else [Path(args.path)]
-        if not paths or not paths[0].exists():
-            fail(f"no .bin file in {args.path}" if not paths else f"no such file: {args.path}; give a shard or a folder of them")
+        if not os.path.exists(args.path):
+            fail(f"no such file or folder: {args.path}; give a shard or a folder of them")
+        if not paths:
+            fail(f"no .bin file in {args.path}; give a shard or a folder of them")
         bad = 0
         for path in paths:
             try:

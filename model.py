@@ -914,8 +914,8 @@ def flops_per_byte(cfg, T, rate):
 
 
 def param_groups(model, lr, gate_lr, weight_decay):
-    """AdamW's three groups, each with its peak_lr: matrices decay; gains, the embedding and chunkers do not. rl's policy has a rate of
-    its own (differs from the paper): it must be sharp early, so that the main transformer can profit from its words.
+    """AdamW's three groups, each with its peak_lr: matrices decay; gains, the embedding and chunkers do not. rl's policy has a
+    rate of its own (differs from the paper): it must be sharp early, so that the main transformer can profit from its words.
     """
     gate = list(model.chunker.parameters())
     rest = [p for p in model.parameters() if all(p is not q for q in gate + [model.embed.weight])]

@@ -96,8 +96,8 @@ PRESETS = {
                 max_steps=6485, warmup_steps=477, lr=2e-3),
     "147m": dict(),   # the defaults above
 }
-CHOICES = dict(preset=["auto", *PRESETS], chunker=CHUNKERS, bench=["no", "alone", *CHUNKERS], dtype=["auto", "bf16", "fp32"], compile=["auto", "on", "off"],
-               schedule=["cosine", "wsd"])
+CHOICES = dict(preset=["auto", *PRESETS], chunker=CHUNKERS, bench=["no", "alone", *CHUNKERS], dtype=["auto", "bf16", "fp32"],
+               compile=["auto", "on", "off"], schedule=["cosine", "wsd"])
 LEAST = dict(shards=1, n_embd=2, n_head=1, window=1, policy_window=1, row_bytes=2, batch_rows=1, accum_steps=1,
              log_every=1, eval_every=1, save_every=1, eval_bytes=1)   # all other numbers start at 0
 MOST = dict(policy_window=12, gamma=1, lambda_early=1, beta1=0.9999, beta2=0.9999, seed=2 ** 31, n_embd=65536, n_enc=1000,
@@ -236,9 +236,11 @@ def keep_freed_memory():
         pass   # another C library: nothing to tell
 
 
-def compile_parts(model, device, say=print):
-    """Compile in place and part by part, so that the names in a checkpoint stay as they are. Before that a trifle: compilers
-    fail in many ways (none installed, no triton, no headers), and all mean: run eagerly."""
+def compile_parts(cfg, model, device, say=print):
+    """Where cfg wants it, compile in place and part by part, so that the names in a checkpoint stay as they are. Before that a
+    trifle: compilers fail in many ways (none installed, no triton, no headers), and all mean: run eagerly."""
+    if cfg.compile == "off" or cfg.compile == "auto" and device.type != "cuda":
+        return
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as e:
@@ -400,10 +402,10 @@ def watch_ranks(rank, world, patience=30):
 
 def gate_snr(model, batches, twins, seed, rank, world):
     """Signal to noise of the chunker's gradient: norm of its mean over norm of its deviation, across each rank's batches
-    (x, y, token_start). The mean's own noise is taken off: 0 means that no signal shows."""
-    parameters = list(model.chunker.parameters())
-    if not parameters or not batches:
+    (x, y, token_start). The mean's own noise is taken off: 0 means that no signal shows; nan without batches."""
+    if not batches:
         return math.nan
+    parameters = list(model.chunker.parameters())
     device, grads = parameters[0].device, []
     generator = torch.Generator(device).manual_seed(seed)
     for x, y, _ in batches:
@@ -432,6 +434,7 @@ def look(model, text, cfg, rank, world):
     return e, lines
 
 
+# chunkers that learn, and what moves their rate
 SETTINGS_OF_RATE = dict(rl="raise --lambda_target, or lower --gate_lr", hnet="raise --lambda_ratio", pooling="raise --lambda_prior")
 
 
@@ -543,8 +546,7 @@ def bench(cfg, device):
         torch.manual_seed(side.seed)
         model = ByteLM(side).to(device)
         optimizer = torch.optim.AdamW(param_groups(model, 0.0, 0.0, 0.0), lr=0.0, fused=True)   # weights stay
-        if side.compile == "on" or side.compile == "auto" and device.type == "cuda":
-            compile_parts(model, device)
+        compile_parts(side, model, device)
         before, n = graphs["unique_graphs"], side.pairs // micro
         step = lambda k: train_step(side, model, model, optimizer, *made(k, n), n)
         for k in range(5):
@@ -669,8 +671,7 @@ def main(argv=None):
         changed = [f"{k} {v} -> {getattr(cfg, k)}" for k, v in ckpt["config"].items() if getattr(cfg, k, v) != v and k != "resume"]
         say(f"resuming {cfg.name} at step {start}" + (f", changed: {', '.join(changed)}" if changed else ""))
     del ckpt
-    if cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda":
-        compile_parts(model, device, say)
+    compile_parts(cfg, model, device, say)
     trained = DistributedDataParallel(model) if world > 1 else model   # gradients go through this; all else uses `model`
     say(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
     if cfg.warmup_steps > cfg.max_steps // 2:
@@ -739,7 +740,9 @@ def main(argv=None):
         if stopping:   # whoever asked may not wait for an evaluation
             keep(step)
         if (step % cfg.eval_every == 0 or last) and not (cfg.resume and step == start):
-            some, _ = together(in_background(read, row, b - twins, 8))   # of what comes next; not used up
+            some = None   # of what comes next; not used up
+            if cfg.chunker in SETTINGS_OF_RATE:
+                some, _ = together(in_background(read, row, b - twins, 8))
             with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bf16"):
                 e, lines = look(model, val_text, cfg, rank, world)
                 snr = gate_snr(model, some, twins, cfg.seed * 1000003 + step, rank, world)
@@ -796,10 +799,11 @@ def main(argv=None):
                    entropy=s.get("entropy"), advantage_std=s["advantage_sq"] ** 0.5 if "advantage_sq" in s else None,
                    lr=cfg.lr * share, grad_norm=grad_norm, kB_per_s=speed / 1e3, data_wait=waited / took, skipped=int(n_skipped))
             if n_skipped:
-                say(f"warning: {int(n_skipped)} steps skipped since the last line, the latest {illness(model, int(sick), loss, norms)}")
+                what = illness(model, int(sick), loss, norms)
+                say(f"warning: {int(n_skipped)} steps skipped since the last line, the latest {what}")
             if in_a_row >= 10:
                 if rank == 0:
-                    fail(f"{illness(model, int(sick), loss, norms)}; {int(in_a_row)} steps in a row were skipped, weights and "
+                    fail(f"{what}; {int(in_a_row)} steps in a row were skipped, weights and "
                          f"checkpoints are as before; try --resume with a lower --lr, or --dtype fp32")
                 raise SystemExit(2)
             clock_start, paused, waited, seen, skipped = now, 0.0, 0.0, 0, torch.zeros_like(skipped)
